@@ -67,3 +67,7 @@ class SaveError(OarlockError):
     """A checkpoint could not be written; the last good one is untouched."""
 
     exit_status = 7
+
+
+class PeerLostError(OutOfStepError):
+    """Another rank is gone. Its own error is the cause; this one only follows from it."""

@@ -1,0 +1,483 @@
+"""The world: which rank this process is, on which device, and how it speaks to the others."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from oarlock.environment import Place, read_environment
+from oarlock.errors import OarlockError, OutOfStepError, PeerLostError, SetupError, WorldError
+from oarlock.processes import die_with_parent, port_owner
+
+# What a rank can be about to do, as exchanged before it does so; see World.announce.
+KINDS = ("step", "evaluation", "save", "load", "replica check", "construction", "barrier", "leaving")
+_RECORD = 12  # int64 numbers in an announcement: kind, then up to 11 of the caller's
+
+_current: World | None = None
+_joins = 0
+
+
+def current() -> World:
+    """The world that this process joined last; a world of one where it joined none."""
+    return _current if _current is not None and not _current.closed else World()
+
+
+class Announcement:
+    """An announcement on its way; ``wait`` returns every rank's numbers or says who differs."""
+
+    def __init__(self, world: World, kind: str, numbers: Sequence[int]) -> None:
+        self._world, self._kind = world, kind
+        record = [KINDS.index(kind), *numbers]
+        self._mine = torch.tensor(record + [0] * (_RECORD - len(record)), dtype=torch.int64)
+        self._all = self._mine.repeat(world.size, 1)
+        self._work = None
+        if world.size > 1:
+            parts = list(self._all.unbind(0))
+            self._work = dist.all_gather(parts, self._mine, group=world.control, async_op=True)
+            self._parts = parts
+
+    def wait(self) -> list[list[int]]:
+        """Every rank's numbers, in the order of the ranks.
+
+        Raises:
+            OutOfStepError: the ranks are about to do different things.
+            PeerLostError: a rank is gone or did not arrive in time.
+        """
+        if self._work is not None:
+            self._world.wait(self._work, f"announcing its {self._kind}")
+            self._all = torch.stack(self._parts)
+        records = self._all.tolist()
+        if len({r[0] for r in records}) > 1:
+            lines = "\n".join(f"  rank {i}: {_what(r)}" for i, r in enumerate(records))
+            raise OutOfStepError(
+                f"The ranks are not doing the same thing (seen on rank {self._world.rank}, "
+                f"{self._world.host}):\n{lines}\n"
+                "Each rank must run the same steps, evaluations and saves in the same order: look "
+                "for code under `if rank == 0:` or loops of unequal length."
+            )
+        return [r[1:] for r in records]
+
+
+def _what(record: list[int]) -> str:
+    kind = KINDS[record[0]]
+    if kind == "step":
+        return f"step {record[1]} (epoch {record[2]}, batch {record[3]})"
+    return f"{kind} after {record[1]} steps"
+
+
+class World:
+    """A rank's view of all ranks. Made by :func:`join`; ``World()`` is a world of one.
+
+    Attributes:
+        rank, size: this rank's number, and how many there are.
+        local_rank, local_size: the same among the ranks of this machine.
+        host: this machine's name.
+        device: where this rank computes.
+        backend: 'nccl', 'xccl' or 'gloo'; 'none' in a world of one.
+        staged: gradients must pass through host memory, because the backend is gloo and the
+            device is not the CPU.
+        control: a gloo group for small host-side messages; it never carries tensors of the model.
+    """
+
+    def __init__(self, device: torch.device | str | None = None) -> None:
+        self.rank, self.size = 0, 1
+        self.local_rank, self.local_size = 0, 1
+        self.host = socket.gethostname()
+        self.device = torch.device(device) if device is not None else _device(0, 1)
+        self.backend, self.staged, self.closed = "none", False, False
+        self.timeout = 600.0
+        self.control: dist.ProcessGroup | None = None
+        self.steps = 0  # updates so far, kept by the engine: named when ranks differ
+        self._store: dist.Store | None = None
+        self._failed = False
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0, the one that prints and writes."""
+        return self.rank == 0
+
+    def __repr__(self) -> str:
+        return f"World(rank {self.rank} of {self.size}, {self.host}, {self.device}, {self.backend})"
+
+    # -- small messages between hosts; each is a collective: all ranks call it ------------------
+
+    def announce(self, kind: str, *numbers: int) -> Announcement:
+        """Tell the others what this rank is about to do; ``wait`` on the result compares.
+
+        This is the cheap check that keeps a mistake (a save on rank 0 only, one batch more on one
+        rank) from becoming a hang: 96 bytes a rank, over host memory, before the real collectives.
+        """
+        self._check_open()
+        return Announcement(self, kind, numbers or (self.steps,))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value`` (a small picklable object), in the order of the ranks."""
+        self._check_open()
+        if self.size == 1:
+            return [value]
+        out: list[Any] = [None] * self.size
+        with self._lost("a gather"):
+            dist.all_gather_object(out, value, group=self.control)
+        return out
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's ``value`` (a small picklable object), on all ranks."""
+        self._check_open()
+        if self.size == 1:
+            return value
+        box = [value]
+        with self._lost("a broadcast"):
+            dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    def broadcast_tensor(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """Overwrite ``tensor`` with rank ``source``'s, in place, whatever its device."""
+        self._check_open()
+        if self.size == 1:
+            return
+        with torch.no_grad(), self._lost("a broadcast"):
+            wire = tensor.detach()
+            if self.staged or wire.device != self.device or not wire.is_contiguous():
+                wire = wire.to("cpu" if self.staged else self.device).contiguous()
+            group = self.control if wire.device.type == "cpu" else None
+            if wire.dtype == torch.bool:
+                wire = wire.to(torch.uint8)
+            dist.broadcast(wire, src=source, group=group)
+            if wire.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(wire)
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        self.announce("barrier").wait()
+
+    def wait(self, work: Any, doing: str) -> None:
+        """Wait for a collective; a failure becomes a :class:`PeerLostError` that says where."""
+        with self._lost(doing):
+            work.wait()
+
+    def _lost(self, doing: str) -> _Lost:
+        return _Lost(self, doing)
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise SetupError("This world is closed: join() again before using it.")
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Leave in order: all ranks meet, then the process group is destroyed. Idempotent.
+
+        Raises:
+            OutOfStepError: other ranks are still in the middle of something.
+        """
+        global _current
+        if self.closed:
+            return
+        try:
+            if self.size > 1 and not self._failed:
+                self.announce("leaving").wait()
+                self._meet("left")
+        finally:
+            self.closed = True
+            if _current is self:
+                _current = None
+            if self.size > 1 and dist.is_initialized():
+                if not self._failed:
+                    dist.destroy_process_group()
+                    self._meet("gone", only_main=True)
+                self._store = None
+
+    def _meet(self, word: str, only_main: bool = False, seconds: float = 10.0) -> None:
+        """Count the ranks at a point, over the store: a peer's late reads never meet a closed
+        socket, and the store's owner (rank 0) goes last."""
+        store = self._store
+        if store is None:
+            return
+        try:
+            count = store.add(word, 1)
+            end = time.monotonic() + seconds
+            while count < self.size and (self.is_main or not only_main) and time.monotonic() < end:
+                time.sleep(0.005)
+                count = store.add(word, 0)
+        except RuntimeError:
+            pass  # the store is gone, so the others are: nothing to wait for
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._failed = True  # meeting the others would block: they learn it from our absence
+        self.close()
+
+
+class _Lost:
+    """Turns a backend's error into one that says which rank waited, where and for what."""
+
+    def __init__(self, world: World, doing: str) -> None:
+        self.world, self.doing = world, doing
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, OarlockError):
+            self.world._failed = True
+            raise PeerLostError(
+                f"Rank {self.world.rank} ({self.world.host}) lost a peer at step "
+                f"{self.world.steps}, while {self.doing}.\n"
+                "The peer's own error is the cause; look at the other ranks' output.\n"
+                f"(the backend said: {str(error).splitlines()[0][:200]})"
+            ) from error
+
+
+def join(
+    *,
+    timeout: float = 600.0,
+    device: torch.device | str | None = None,
+    backend: str | None = None,
+    env: Mapping[str, str] | None = None,
+) -> World:
+    """Join the ranks that the launcher started; alone, a world of one without a process group.
+
+    Reads torchrun's variables (also set by ``oarlock launch``), Slurm's or Open MPI's.
+
+    Args:
+        timeout: seconds to wait for the other ranks, here and in every later collective.
+        device: overrides the device, for example 'cpu'.
+        backend: overrides the backend ('nccl', 'gloo', 'xccl').
+        env: the variables to read; this process's own by default.
+
+    Raises:
+        WorldError: half-set variables, a rank out of range or taken twice, fewer devices than
+            local ranks, a port in use, or ranks that did not arrive (named).
+    """
+    global _current, _joins
+    if timeout <= 0:
+        raise WorldError(f"timeout is {timeout}; it must be a positive number of seconds.")
+    if _current is not None and not _current.closed:
+        raise WorldError("This process has already joined a world; close() that one first.")
+    variables = os.environ if env is None else env
+    place = read_environment(variables)
+    if place is None or (place.size == 1 and backend is None):
+        world = World(device)
+        world.timeout = timeout
+        _current = world
+        return world
+    if "TORCHELASTIC_RUN_ID" in variables:
+        die_with_parent()  # torchrun itself leaves its workers behind when it is killed
+
+    world = World("cpu")
+    world.rank, world.size, world.timeout = place.rank, place.size, timeout
+    local_rank = place.local_rank if place.local_rank is not None else place.rank
+    local_size = place.local_size if place.local_size is not None else place.size
+    if device is not None:
+        world.device = torch.device(device)
+    else:
+        if place.local_rank is None and torch.accelerator.is_available():
+            raise WorldError(
+                "RANK and WORLD_SIZE are set, but not LOCAL_RANK, so this rank cannot know its "
+                "device.\nStart it with `oarlock launch` or torchrun, or pass join(device=…)."
+            )
+        world.device = _device(local_rank, local_size)
+    world.backend = backend or _backend(world.device)
+    world.staged = world.backend == "gloo" and world.device.type != "cpu"
+
+    deadline = time.monotonic() + timeout
+    base = _store(place, variables, timeout)
+    prefix = f"oarlock/{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_joins}"
+    _joins += 1
+    store = dist.PrefixStore(prefix, base)
+    _roll_call(world, store, deadline)
+    hosts = [store.get(f"host/{r}").decode().split("\n")[0] for r in range(world.size)]
+    world.local_size = place.local_size or hosts.count(world.host)
+    world.local_rank = (
+        place.local_rank if place.local_rank is not None else hosts[: world.rank].count(world.host)
+    )
+    span = datetime.timedelta(seconds=timeout)
+    if not dist.is_initialized():
+        dist.init_process_group(
+            world.backend,
+            store=dist.PrefixStore("group", store),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=span,
+            device_id=world.device if world.backend == "nccl" else None,
+        )
+    world.control = dist.new_group(backend="gloo", timeout=span)
+    world._store = store
+    _current = world
+    _end_well(world)
+    return world
+
+
+def _device(local_rank: int, local_size: int) -> torch.device:
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    count = torch.accelerator.device_count()
+    if count == 1 and local_size > 1 and _bound_by_launcher():
+        index = 0  # the launcher shows each rank its own device only
+    elif local_size > count or local_rank >= count:
+        raise WorldError(
+            f"{max(local_size, local_rank + 1)} ranks on {socket.gethostname()}, but only {count} "
+            f"{kind.type} device{'s' * (count != 1)}.\n"
+            f"Start {count} rank{'s' * (count != 1)} on this machine (`oarlock launch -n {count} "
+            "…`), or pass join(device='cpu')."
+        )
+    else:
+        index = local_rank
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind.type, index)
+
+
+def _bound_by_launcher() -> bool:
+    return "SLURM_STEP_GPUS" in os.environ or "SLURM_GPUS_PER_TASK" in os.environ
+
+
+def _backend(device: torch.device) -> str:
+    if device.type == "cuda" and dist.is_nccl_available():
+        return "nccl"
+    if device.type == "xpu" and dist.is_xccl_available():
+        return "xccl"
+    return "gloo"
+
+
+def _store(place: Place, env: Mapping[str, str], timeout: float) -> dist.Store:
+    """The key-value store of this run: the elastic agent's where there is one, else rank 0's."""
+    serves = place.rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    where = f"{place.address}:{place.port}"
+    try:
+        return dist.TCPStore(
+            place.address,
+            place.port,
+            place.size,
+            serves,
+            timeout=datetime.timedelta(seconds=timeout),
+            wait_for_workers=False,
+        )
+    except Exception as error:
+        text = str(error)
+        if serves and ("EADDRINUSE" in text or "in use" in text):
+            owner = port_owner(place.port)
+            raise WorldError(
+                f"Port {place.port} on {socket.gethostname()} is in use"
+                f"{' by ' + owner if owner else ''}.\n"
+                "End that process, or choose another port with MASTER_PORT "
+                "(`oarlock launch` picks a free one by itself)."
+            ) from error
+        raise WorldError(
+            f"Rank {place.rank} of {place.size} on {socket.gethostname()} could not reach rank 0 "
+            f"at {where} within {timeout:g} s: rank 0 has not arrived.\n"
+            "Is rank 0 started, MASTER_ADDR its address as seen from here, and the port open?\n"
+            f"(torch said: {text.splitlines()[0][:200]})"
+        ) from error
+
+
+def _roll_call(world: World, store: dist.Store, deadline: float) -> None:
+    """Wait for all ranks; name those that are missing, twice there, or sharing a device."""
+    me = f"{world.host}\n{os.getpid()}\n{_device_identity(world.device)}"
+    if store.add(f"count/{world.rank}", 1) > 1:
+        other = store.get(f"host/{world.rank}").decode().split("\n")
+        message = (
+            f"Two processes call themselves rank {world.rank}: pid {other[1]} on {other[0]} and "
+            f"pid {os.getpid()} on {world.host}.\nGive each process its own RANK, 0 to "
+            f"{world.size - 1}."
+        )
+        store.set("refused", message)
+        raise WorldError(message)
+    store.set(f"host/{world.rank}", me)
+    missing = list(range(world.size))
+    try:
+        while missing:
+            if store.check(["refused"]):
+                raise WorldError(store.get("refused").decode())
+            missing = [r for r in missing if not store.check([f"host/{r}"])]
+            if missing and time.monotonic() > deadline:
+                names = ", ".join(map(str, missing))
+                raise WorldError(
+                    f"Rank{'s' * (len(missing) > 1)} {names} of {world.size} did not arrive within "
+                    f"{world.timeout:g} s (waited for on rank {world.rank}, {world.host}).\n"
+                    "Were they started? Do they have the same MASTER_ADDR and MASTER_PORT?"
+                )
+            if missing:
+                time.sleep(0.02)
+        _unique_devices(world, store)
+    except RuntimeError as error:
+        if isinstance(error, OarlockError):
+            raise
+        raise WorldError(
+            f"Rank {world.rank} on {world.host} lost rank 0 while the ranks gathered; still "
+            f"missing: {', '.join(map(str, missing)) or 'none'}.\nLook at rank 0's own error."
+        ) from error
+
+
+def _unique_devices(world: World, store: dist.Store) -> None:
+    if world.device.type == "cpu":
+        return
+    seen: dict[tuple[str, str], int] = {}
+    for rank in range(world.size):
+        host, _, identity = store.get(f"host/{rank}").decode().split("\n")
+        first = seen.setdefault((host, identity), rank)
+        if identity and first != rank:
+            raise WorldError(
+                f"Ranks {first} and {rank} on {host} were given the same device ({identity}).\n"
+                "Check LOCAL_RANK and CUDA_VISIBLE_DEVICES."
+            )
+
+
+def _device_identity(device: torch.device) -> str:
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_properties(device).uuid)
+    return "" if device.type == "cpu" else str(device)
+
+
+def _end_well(world: World) -> None:
+    """At the end of the script, leave in order; after an uncaught error, end hard.
+
+    Destroying a process group waits for peers that will never come, so after an error the process
+    prints it and exits at once: the launcher and the peers then notice within moments.
+    """
+    before = sys.excepthook
+
+    def hook(
+        kind: type[BaseException], error: BaseException, tb: TracebackType | None
+    ) -> None:
+        if world.closed:
+            before(kind, error, tb)
+            return
+        if isinstance(error, OarlockError) and not os.environ.get("OARLOCK_TRACEBACK"):
+            print(f"{kind.__name__}: {error}", file=sys.stderr)
+        else:
+            traceback.print_exception(kind, error, tb)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        status = error.exit_status if isinstance(error, OarlockError) else 1
+        os._exit(130 if isinstance(error, KeyboardInterrupt) else status)
+
+    sys.excepthook = hook
+
+    def leave() -> None:
+        try:
+            world.close()
+        except OarlockError as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            os._exit(error.exit_status)
+
+    atexit.register(leave)
