@@ -38,7 +38,9 @@ def read_environment(env: Mapping[str, str]) -> Place | None:
     else:
         return None
     if place.size < 1:
-        raise WorldError(f"The world size is {place.size}; it must be at least 1 ({place.launcher}).")
+        raise WorldError(
+            f"The world size is {place.size}; it must be at least 1 ({place.launcher})."
+        )
     if not 0 <= place.rank < place.size:
         raise WorldError(
             f"Rank {place.rank} is out of range: a world of {place.size} has ranks "

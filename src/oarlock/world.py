@@ -21,7 +21,16 @@ from oarlock.errors import OarlockError, OutOfStepError, PeerLostError, SetupErr
 from oarlock.processes import die_with_parent, port_owner
 
 # What a rank can be about to do, as exchanged before it does so; see World.announce.
-KINDS = ("step", "evaluation", "save", "load", "replica check", "construction", "barrier", "leaving")
+KINDS = (
+    "step",
+    "evaluation",
+    "save",
+    "load",
+    "replica check",
+    "construction",
+    "barrier",
+    "leaving",
+)
 _RECORD = 12  # int64 numbers in an announcement: kind, then up to 11 of the caller's
 
 _current: World | None = None
@@ -59,6 +68,7 @@ class Announcement:
             self._all = torch.stack(self._parts)
         records = self._all.tolist()
         if len({r[0] for r in records}) > 1:
+            self._world._failed = True
             lines = "\n".join(f"  rank {i}: {_what(r)}" for i, r in enumerate(records))
             raise OutOfStepError(
                 f"The ranks are not doing the same thing (seen on rank {self._world.rank}, "
@@ -217,7 +227,10 @@ class World:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
     ) -> None:
         if error is not None:
             self._failed = True  # meeting the others would block: they learn it from our absence
@@ -234,7 +247,10 @@ class _Lost:
         return None
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
     ) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, OarlockError):
             self.world._failed = True
@@ -456,9 +472,7 @@ def _end_well(world: World) -> None:
     """
     before = sys.excepthook
 
-    def hook(
-        kind: type[BaseException], error: BaseException, tb: TracebackType | None
-    ) -> None:
+    def hook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
         if world.closed:
             before(kind, error, tb)
             return
