@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import queue
 import socket
 import traceback
@@ -35,7 +36,8 @@ def _child(fn: Callable[..., Any], rank: int, size: int, port: int, args: tuple,
     try:
         with oarlock.join(timeout=60) as world:
             result = fn(world, *args)
-        box.put((rank, True, result))
+        # plain pickle: tensors travel as bytes, not as shared memory of an ended process
+        box.put((rank, True, pickle.dumps(result)))
     except BaseException as error:
         box.put((rank, False, (type(error).__name__, str(error), traceback.format_exc())))
     box.close()
@@ -76,7 +78,7 @@ def _outcomes(fn: Callable[..., Any], size: int, args: tuple, timeout: float) ->
     try:
         while len(outcomes) < size:
             rank, ok, value = box.get(timeout=timeout)
-            outcomes[rank] = (ok, value)
+            outcomes[rank] = (ok, pickle.loads(value) if ok else value)
     except queue.Empty:
         missing = sorted(set(range(size)) - set(outcomes))
         raise AssertionError(f"no answer from ranks {missing}; have {outcomes}") from None

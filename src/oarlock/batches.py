@@ -7,6 +7,7 @@ the micro-batches know nothing of ranks. A rank only takes a contiguous range of
 from __future__ import annotations
 
 import functools
+import itertools
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -65,7 +66,7 @@ def split(count: int, shares: Sequence[float]) -> list[range]:
         done += share
         edges.append(int(done / total * count + 1e-9))
     edges[-1] = count
-    return [range(a, b) for a, b in zip(edges, edges[1:], strict=False)]
+    return [range(a, b) for a, b in itertools.pairwise(edges)]
 
 
 class Plan:
@@ -94,7 +95,7 @@ class Plan:
         self.steps = whole if drop_last else whole + (rest > 0)
         self.used_rows = whole * batch_size if drop_last else rows
 
-    @functools.lru_cache(maxsize=2)  # noqa: B019 - a plan lives as long as its loader
+    @functools.lru_cache(maxsize=8)  # noqa: B019 - a plan lives as long as its loader
     def _permutation(self, epoch: int) -> Permutation:
         return Permutation(self.rows, key(self.seed, _ORDER, epoch))
 
@@ -102,7 +103,7 @@ class Plan:
         positions = np.arange(start, stop)
         return self._permutation(epoch)(positions) if self.shuffle else positions
 
-    @functools.lru_cache(maxsize=2)  # noqa: B019
+    @functools.lru_cache(maxsize=8)  # noqa: B019
     def _grouped(self, epoch: int, window: int) -> list[np.ndarray]:
         assert self.lengths is not None
         start = window * self.window * self.batch_size
@@ -394,6 +395,7 @@ class Loader:
                 prefetch_factor=self.prefetch if self.workers else None,
                 pin_memory=self.pin_memory,
                 worker_init_fn=_quiet_worker,
+                generator=torch.Generator(),  # leaves the global random stream alone
             )
         )
 

@@ -32,7 +32,7 @@ class ModelError(UserError):
 
 
 class SetupError(UserError):
-    """Model, optimizer and engine do not fit together. Found at construction or in the first step."""
+    """Model, optimizer and engine do not fit together; found at the latest in the first step."""
 
 
 class WorldError(OarlockError):
@@ -48,7 +48,7 @@ class OutOfStepError(OarlockError):
 
 
 class NonFiniteError(OarlockError):
-    """A loss or a gradient is not finite. Names rank, micro-batch, rows and the first bad tensor."""
+    """A loss or gradient is not finite. Names rank, micro-batch, rows, the first bad tensor."""
 
     exit_status = 5
 

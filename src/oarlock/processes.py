@@ -15,7 +15,7 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent(parent: int | None = None) -> None:
     """End this process (SIGKILL) when its parent ends, however that ends.
 
-    On Linux the kernel does it; elsewhere a thread looks at the parent's number four times a second.
+    On Linux the kernel does it; elsewhere a thread looks four times a second.
     ``parent`` is the process id that is expected: where it is already gone, this one ends at once,
     which closes the gap between the start and this call.
     """

@@ -1,4 +1,4 @@
-"""Random numbers as functions of keys: (seed, epoch, step, micro-batch), never of rank or history."""
+"""Random numbers as functions of (seed, epoch, step, micro-batch), never of rank or history."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Permutation:
         return (left << self._half) | right
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """Where each position goes. ``positions``: integers in range(n), any shape [k]. int64 [k]."""
+        """Where each position goes. ``positions``: integers in range(n), [k]. Returns int64 [k]."""
         x = self._encrypt(positions.astype(np.uint64))
         outside = x >= self.n
         while outside.any():

@@ -26,7 +26,7 @@ KINDS = (
     "evaluation",
     "save",
     "load",
-    "replica check",
+    "check",
     "construction",
     "barrier",
     "leaving",

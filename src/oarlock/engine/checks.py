@@ -1,0 +1,124 @@
+"""What is refused at construction: models, optimizers and schedulers that could only go wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from oarlock.engine.names import clean, named_buffers, named_parameters
+from oarlock.errors import SetupError
+from oarlock.world import World
+
+# These need the whole loss function again, several times within one update.
+_CLOSURE_OPTIMIZERS = (torch.optim.LBFGS, torch.optim.SparseAdam)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def check_model(model: nn.Module, world: World) -> list[tuple[str, Parameter]]:
+    """The trainable parameters of a model that can be trained. SetupError where it can't."""
+    if not isinstance(model, nn.Module):
+        raise SetupError(f"model is a {type(model).__name__}; it must be a torch.nn.Module.")
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise SetupError(
+            f"The model is wrapped in {type(model).__name__}; pass the module inside it "
+            "(model.module).\nThe engine averages the gradients itself."
+        )
+    parameters = named_parameters(model)
+    lazy = [n for n, p in parameters if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise SetupError(
+            f"Lazy parameters have no shape yet: {_some(lazy)}.\nRun one forward before building "
+            "the engine."
+        )
+    trainable = [(n, p) for n, p in parameters if p.requires_grad]
+    if not trainable:
+        raise SetupError("No parameter of the model is trainable (requires_grad is False on all).")
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise SetupError(
+                f"{clean(name) or 'The model'} gives sparse gradients, which the exchange cannot "
+                "carry.\nBuild the layer with sparse=False."
+            )
+    wrong = [n for n, p in trainable if not p.is_floating_point()]
+    if wrong:
+        raise SetupError(
+            f"Trainable parameters must be real floating-point numbers; these are not: "
+            f"{_some(wrong)}.\nKeep a complex parameter as a real one with a last dimension of 2 "
+            "(torch.view_as_real) and convert in forward."
+        )
+    away = [n for n, p in parameters if p.device.type != world.device.type]
+    if away:
+        raise SetupError(
+            f"{_some(away)} on {dict(parameters)[away[0]].device}, but this rank computes on "
+            f"{world.device}.\nMove the model first: model.to(world.device)."
+        )
+    return trainable
+
+
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """The optimizer must hold the model's trainable parameters, all of them and no others."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise SetupError(
+            f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer."
+        )
+    if isinstance(optimizer, _CLOSURE_OPTIMIZERS):
+        raise SetupError(
+            f"{type(optimizer).__name__} does not fit a step of one gradient on one global batch.\n"
+            "Use AdamW, Adam, SGD or another optimizer that needs no closure."
+        )
+    parameters = {id(p): n for n, p in named_parameters(model)}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    strangers = [p for p in held if id(p) not in parameters]
+    if strangers:
+        raise SetupError(
+            f"The optimizer holds {len(strangers)} parameter(s) that the model has not, the first "
+            f"of shape {list(strangers[0].shape)}.\nBuild the optimizer from this model's "
+            "parameters, after any .to(), LoRA or resizing that replaces them."
+        )
+    ids = {id(p) for p in held}
+    forgotten = [n for n, p in named_parameters(model) if p.requires_grad and id(p) not in ids]
+    if forgotten:
+        raise SetupError(
+            f"The optimizer does not hold {len(forgotten)} trainable parameter(s): "
+            f"{_some(forgotten)}.\nThey would never be updated. Add them to a group, or freeze "
+            "them with requires_grad_(False)."
+        )
+
+
+def check_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    """A scheduler must belong to the optimizer and be stepped without arguments."""
+    if scheduler is None:
+        return
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise SetupError(
+            "ReduceLROnPlateau needs a measured value: step it yourself with the result of "
+            "engine.evaluate, which is the same on all ranks."
+        )
+    if not hasattr(scheduler, "step") or getattr(scheduler, "optimizer", None) is not optimizer:
+        raise SetupError("scheduler must be a learning-rate scheduler of this very optimizer.")
+
+
+def describe(
+    model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]
+) -> list[str]:
+    """What this rank built, a line a fact, for the comparison between ranks."""
+    names = {id(p): n for n, p in named_parameters(model)}
+    lines = [f"setting {k} = {v}" for k, v in settings.items()]
+    lines += [
+        f"parameter {n} {list(p.shape)} {p.dtype} {'trainable' if p.requires_grad else 'frozen'}"
+        for n, p in named_parameters(model)
+    ]
+    lines += [f"buffer {n} {list(b.shape)} {b.dtype}" for n, b in named_buffers(model)]
+    lines.append(f"optimizer {type(optimizer).__name__}")
+    for i, group in enumerate(optimizer.param_groups):
+        options = {k: v for k, v in group.items() if k != "params"}
+        lines.append(f"optimizer group {i}: {sorted(options.items(), key=lambda o: o[0])}")
+        lines.append(f"optimizer group {i} holds {[names[id(p)] for p in group['params']]}")
+    return lines

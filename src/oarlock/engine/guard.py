@@ -1,0 +1,213 @@
+"""The guard: are the replicas identical, were they built alike, and where is the first bad number?"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oarlock.engine.names import named_parameters, named_state
+from oarlock.errors import DivergedError, SetupError
+from oarlock.world import World
+
+log = logging.getLogger("oarlock")
+_CHUNK = 1 << 18  # elements hashed at a time: the int64 copies stay in cache
+_MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)
+
+
+def fingerprint(tensor: Tensor) -> Tensor:
+    """A 64-bit fingerprint of a tensor's bits. 0-dim int64, on the tensor's device.
+
+    A position-weighted sum of its words modulo 2^64 with odd weights: changing any one element
+    always changes it, and whole-number sums are the same on every device and in any order.
+    """
+    flat = tensor.detach().contiguous().reshape(-1)
+    if flat.dtype == torch.bool:
+        flat = flat.to(torch.uint8)
+    size = flat.element_size()
+    words = flat.view({1: torch.uint8, 2: torch.int16}.get(size, torch.int32))
+    weights = _weights(words.device)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for start in range(0, words.numel(), _CHUNK):
+        part = words[start : start + _CHUNK].to(torch.int64)
+        total = total * _MULTIPLIER + (part * weights[: part.numel()]).sum()
+    return total
+
+
+_cache: dict[torch.device, Tensor] = {}
+
+
+def _weights(device: torch.device) -> Tensor:
+    if device not in _cache:
+        index = torch.arange(_CHUNK, dtype=torch.int64)
+        mixed = (index ^ (index << 21)) * _MULTIPLIER
+        mixed = (mixed ^ (mixed >> 29)) * _MULTIPLIER
+        _cache[device] = (mixed | 1).to(device)
+    return _cache[device]
+
+
+def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
+    """The fingerprint of each tensor, read to the host in one go."""
+    if not tensors:
+        return []
+    return torch.stack([fingerprint(t).to(tensors[0].device) for t in tensors]).tolist()
+
+
+def combine(values: Sequence[int]) -> str:
+    """One 16-digit hexadecimal fingerprint of many."""
+    return hashlib.blake2b(json.dumps(list(values)).encode(), digest_size=8).hexdigest()
+
+
+def check_replicas(model: nn.Module, world: World) -> str:
+    """Compare parameters and buffers over the ranks. Collective. Returns their fingerprint.
+
+    Raises:
+        DivergedError: names the first tensor that differs, the odd rank and the step.
+    """
+    state = named_state(model)
+    mine = fingerprints([t for _, t in state])
+    whole = combine(mine)
+    everyone = world.gather(whole)
+    if len(set(everyone)) == 1:
+        return whole
+    table = world.gather(mine)
+    column = next(i for i in range(len(state)) if len({row[i] for row in table}) > 1)
+    values = [row[column] for row in table]
+    common, votes = Counter(values).most_common(1)[0]
+    odd = [r for r, v in enumerate(values) if v != common]
+    if votes * 2 <= len(values):  # no majority: take rank 0's as the measure
+        odd = [r for r, v in enumerate(values) if v != values[0]]
+    differ = sum(len({row[i] for row in table}) > 1 for i in range(len(state)))
+    hosts = world.gather(world.host)
+    names = ", ".join(f"rank {r} ({hosts[r]})" for r in odd)
+    raise DivergedError(
+        f"Replicas differ after step {world.steps}: {state[column][0]} on {names} is not what the "
+        f"other ranks hold ({differ} of {len(state)} tensors differ).\n"
+        "The run stops, because its result would be wrong. Continue from the last checkpoint "
+        "saved before this step.\n"
+        "Likely causes: weights changed outside engine.step (an own optimizer.step, a callback on "
+        "one rank), a buffer that a custom operation writes, or a faulty device."
+    )
+
+
+def align_replicas(model: nn.Module, world: World) -> list[str]:
+    """At the start: where ranks' parameters or buffers differ, take rank 0's. Names of those."""
+    if world.size == 1:
+        return []
+    state = named_state(model)
+    table = world.gather(fingerprints([t for _, t in state]))
+    differ = [i for i in range(len(state)) if len({row[i] for row in table}) > 1]
+    for i in differ:
+        world.broadcast_tensor(state[i][1])
+    names = [state[i][0] for i in differ]
+    if names and world.is_main:
+        log.warning(
+            "%d of %d tensors differed between the ranks at the start and were taken from rank 0 "
+            "(%s%s).",
+            len(names),
+            len(state),
+            ", ".join(names[:3]),
+            ", …" if len(names) > 3 else "",
+        )
+    return names
+
+
+def compare_construction(description: list[str], world: World) -> None:
+    """Compare what each rank built, line by line, before anything depends on it. Collective.
+
+    Raises:
+        SetupError: on every rank, with the first line that differs, side by side.
+    """
+    world.announce("construction").wait()
+    digest = hashlib.blake2b("\n".join(description).encode(), digest_size=16).hexdigest()
+    if len(set(world.gather(digest))) == 1:
+        return
+    everyone: list[list[str]] = world.gather(description)
+    length = max(map(len, everyone))
+    for i in range(length):
+        lines = [d[i] if i < len(d) else "(nothing more)" for d in everyone]
+        if len(set(lines)) > 1:
+            rows = "\n".join(f"  rank {r}: {line}" for r, line in enumerate(lines))
+            raise SetupError(
+                f"The ranks built different things:\n{rows}\n"
+                "Model, optimizer and settings must be made by the same code on every rank."
+            )
+
+
+@dataclass
+class BadNumber:
+    """The first number that is not finite on some rank."""
+
+    micro_batch: int
+    rows: tuple[int, ...]
+    what: str
+
+
+def find_bad_number(
+    model: nn.Module,
+    micro_batches: Sequence[Any],
+    run: Callable[[Any], Tensor],
+) -> BadNumber | None:
+    """Run micro-batches again, one by one, and find the first tensor that is not finite.
+
+    ``run`` does one micro-batch's forward with its own random numbers and returns the loss sum.
+    Costs a step on each rank, and only when a step has gone wrong.
+    """
+    for name, p in named_parameters(model):
+        if not _finite(p):
+            return BadNumber(-1, (), f"the parameter {name} itself, before the step")
+    for micro_batch in micro_batches:
+        first: list[str] = []
+        hooks = [m.register_forward_hook(_watch(n, first)) for n, m in model.named_modules()]
+        try:
+            loss = run(micro_batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        place = (micro_batch.index, micro_batch.rows)
+        if first:
+            return BadNumber(*place, f"the output of {first[0]}")
+        if not _finite(loss):
+            return BadNumber(*place, "the loss")
+        if not loss.requires_grad:
+            continue
+        parameters = [(n, p) for n, p in named_parameters(model) if p.requires_grad]
+        grads = torch.autograd.grad(loss, [p for _, p in parameters], allow_unused=True)
+        # last layer first, as backward goes
+        for (name, _), grad in reversed(list(zip(parameters, grads, strict=True))):
+            if grad is not None and not _finite(grad):
+                return BadNumber(*place, f"the gradient of {name}")
+    return None
+
+
+def _watch(name: str, first: list[str]) -> Any:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        if first:
+            return
+        for tensor in _tensors(output):
+            if not _finite(tensor):
+                first.append(f"{name or 'the model'} ({type(module).__name__})")
+                return
+
+    return hook
+
+
+def _finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [t for v in value.values() for t in _tensors(v)]
+    if isinstance(value, (list, tuple)):
+        return [t for v in value for t in _tensors(v)]
+    return []
