@@ -137,7 +137,7 @@ class World:
         if self.size == 1:
             return [value]
         out: list[Any] = [None] * self.size
-        with self._lost("a gather"):
+        with self.lost_peer("a gather"):
             dist.all_gather_object(out, value, group=self.control)
         return out
 
@@ -147,7 +147,7 @@ class World:
         if self.size == 1:
             return value
         box = [value]
-        with self._lost("a broadcast"):
+        with self.lost_peer("a broadcast"):
             dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
@@ -156,7 +156,7 @@ class World:
         self._check_open()
         if self.size == 1:
             return
-        with torch.no_grad(), self._lost("a broadcast"):
+        with torch.no_grad(), self.lost_peer("a broadcast"):
             wire = tensor.detach()
             if self.staged or wire.device != self.device or not wire.is_contiguous():
                 wire = wire.to("cpu" if self.staged else self.device).contiguous()
@@ -173,10 +173,11 @@ class World:
 
     def wait(self, work: Any, doing: str) -> None:
         """Wait for a collective; a failure becomes a :class:`PeerLostError` that says where."""
-        with self._lost(doing):
+        with self.lost_peer(doing):
             work.wait()
 
-    def _lost(self, doing: str) -> _Lost:
+    def lost_peer(self, doing: str) -> _Lost:
+        """Around a collective: a backend's error becomes a PeerLostError that says where."""
         return _Lost(self, doing)
 
     def _check_open(self) -> None:

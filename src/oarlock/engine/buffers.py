@@ -153,7 +153,7 @@ class Buffers:
 
     def _all_reduce(self, tensor: Tensor) -> None:
         wire = tensor.cpu() if self.world.staged else tensor
-        with self.world._lost("summing buffers"):
+        with self.world.lost_peer("summing buffers"):
             dist.all_reduce(wire)
         if wire is not tensor:
             tensor.copy_(wire)
@@ -161,7 +161,7 @@ class Buffers:
     def _all_gather(self, out: list[Tensor], mine: Tensor) -> list[Tensor]:
         if self.world.staged:
             out, mine = [t.cpu() for t in out], mine.cpu()
-        with self.world._lost("gathering buffers"):
+        with self.world.lost_peer("gathering buffers"):
             dist.all_gather(out, mine)
         return [t.to(self.world.device) for t in out]
 

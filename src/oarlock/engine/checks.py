@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from oarlock.engine.names import clean, named_buffers, named_parameters
-from oarlock.errors import SetupError
+from oarlock.errors import ConfigError, SetupError
 from oarlock.world import World
 
 # These need the whole loss function again, several times within one update.
+NONFINITE = ("stop", "skip", "continue")
 _CLOSURE_OPTIMIZERS = (torch.optim.LBFGS, torch.optim.SparseAdam)
 
 
@@ -122,3 +123,49 @@ def describe(
         lines.append(f"optimizer group {i}: {sorted(options.items(), key=lambda o: o[0])}")
         lines.append(f"optimizer group {i} holds {[names[id(p)] for p in group['params']]}")
     return lines
+
+
+def check_settings(
+    sharding: int | str, clip_norm: float | None, bucket_mb: float, guard_every: int, nonfinite: str
+) -> None:
+    """The engine's own numbers. ConfigError where one is impossible."""
+    if sharding not in (0, "auto"):
+        raise ConfigError(
+            f"sharding is {sharding!r}; this version has 0 (every rank keeps everything whole) "
+            "and 'auto', which chooses it."
+        )
+    if clip_norm is not None and not clip_norm > 0:
+        raise ConfigError(f"clip_norm is {clip_norm!r}; it must be a positive number, or None.")
+    if not bucket_mb > 0:
+        raise ConfigError(f"bucket_mb is {bucket_mb!r}; it must be a positive number of MiB.")
+    if not isinstance(guard_every, int) or guard_every < 0:
+        raise ConfigError(f"guard_every is {guard_every!r}; it must be a whole number (0: never).")
+    if nonfinite not in NONFINITE:
+        raise ConfigError(f"nonfinite is {nonfinite!r}; it must be one of {', '.join(NONFINITE)}.")
+
+
+def check_loss(answer: Any) -> tuple[Tensor, float]:
+    """What a loss function returned: a scalar that depends on the model, and a weight."""
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise SetupError(
+            "loss_fn must return (loss_sum, weight): the sum of the losses and how many there "
+            f"are. It returned a {type(answer).__name__}."
+        )
+    loss, weight = answer
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise SetupError(
+            f"loss_fn must return a scalar tensor as loss_sum, not {shape}.\n"
+            "Sum over the items: reduction='sum', or loss.sum()."
+        )
+    number = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not number >= 0:
+        raise SetupError(
+            f"loss_fn must return a weight that is a number and not negative, not {weight!r}."
+        )
+    if not loss.requires_grad and number and torch.is_grad_enabled():
+        raise SetupError(
+            "The loss does not depend on any trainable parameter (it has no gradient).\n"
+            "Is part of the model frozen, detached, or run under torch.no_grad()?"
+        )
+    return loss, number

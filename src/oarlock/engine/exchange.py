@@ -115,7 +115,7 @@ class Exchange:
         bucket.sent = True
         self._next += 1
         wire = bucket.flat.cpu() if self.world.staged else bucket.flat
-        with self.world._lost("sending gradients"):
+        with self.world.lost_peer("sending gradients"):
             work = dist.all_reduce(wire, async_op=True)
         self._works.append((work, bucket, wire))
         self.sent_bytes += bucket.bytes

@@ -1,4 +1,4 @@
-"""The guard: are the replicas identical, were they built alike, and where is the first bad number?"""
+"""The guard: were the replicas built alike, and are they still identical?"""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from oarlock.engine.names import named_parameters, named_state
+from oarlock.engine.names import named_state
 from oarlock.errors import DivergedError, SetupError
 from oarlock.world import World
 
@@ -139,75 +137,3 @@ def compare_construction(description: list[str], world: World) -> None:
                 f"The ranks built different things:\n{rows}\n"
                 "Model, optimizer and settings must be made by the same code on every rank."
             )
-
-
-@dataclass
-class BadNumber:
-    """The first number that is not finite on some rank."""
-
-    micro_batch: int
-    rows: tuple[int, ...]
-    what: str
-
-
-def find_bad_number(
-    model: nn.Module,
-    micro_batches: Sequence[Any],
-    run: Callable[[Any], Tensor],
-) -> BadNumber | None:
-    """Run micro-batches again, one by one, and find the first tensor that is not finite.
-
-    ``run`` does one micro-batch's forward with its own random numbers and returns the loss sum.
-    Costs a step on each rank, and only when a step has gone wrong.
-    """
-    for name, p in named_parameters(model):
-        if not _finite(p):
-            return BadNumber(-1, (), f"the parameter {name} itself, before the step")
-    for micro_batch in micro_batches:
-        first: list[str] = []
-        hooks = [m.register_forward_hook(_watch(n, first)) for n, m in model.named_modules()]
-        try:
-            loss = run(micro_batch)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        place = (micro_batch.index, micro_batch.rows)
-        if first:
-            return BadNumber(*place, f"the output of {first[0]}")
-        if not _finite(loss):
-            return BadNumber(*place, "the loss")
-        if not loss.requires_grad:
-            continue
-        parameters = [(n, p) for n, p in named_parameters(model) if p.requires_grad]
-        grads = torch.autograd.grad(loss, [p for _, p in parameters], allow_unused=True)
-        # last layer first, as backward goes
-        for (name, _), grad in reversed(list(zip(parameters, grads, strict=True))):
-            if grad is not None and not _finite(grad):
-                return BadNumber(*place, f"the gradient of {name}")
-    return None
-
-
-def _watch(name: str, first: list[str]) -> Any:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        if first:
-            return
-        for tensor in _tensors(output):
-            if not _finite(tensor):
-                first.append(f"{name or 'the model'} ({type(module).__name__})")
-                return
-
-    return hook
-
-
-def _finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return [t for v in value.values() for t in _tensors(v)]
-    if isinstance(value, (list, tuple)):
-        return [t for v in value for t in _tensors(v)]
-    return []

@@ -1,0 +1,165 @@
+"""Numbers that are not finite: who computed the first one, from which rows, and what then."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oarlock.batches import Batch, MicroBatch
+from oarlock.engine.names import named_parameters
+from oarlock.engine.precision import Precision
+from oarlock.errors import NonFiniteError
+from oarlock.randomness import own_random_state
+from oarlock.world import World
+
+log = logging.getLogger("oarlock")
+
+Run = Callable[[MicroBatch], tuple[Tensor, Any]]
+
+
+class NonFinite:
+    """The policy: 'stop' (raise), 'skip' (as if the step had not been) or 'continue'.
+
+    After the exchange the sum no longer shows whose gradient was bad. So the micro-batches are run
+    once more, one by one and with the same random numbers, looking at every module's output: it
+    costs one step, and only when one has gone wrong.
+    """
+
+    def __init__(self, policy: str, model: nn.Module, world: World, precision: Precision) -> None:
+        self.policy, self.model, self.world, self.precision = policy, model, world, precision
+        self._kept: list[Tensor] | None = None
+
+    def begin(self) -> None:
+        """Keep the buffers, where a skipped step will have to put them back."""
+        if self.policy == "skip" or self.precision.name == "fp16":
+            self._kept = [b.clone() for b in self.model.buffers()]
+
+    def handle(self, loss: float, norm: float, batch: Batch, run: Run) -> bool:
+        """The step's numbers are not finite. True: skip the update; False: make it all the same.
+
+        Collective; all ranks decide alike, since they see the same global numbers.
+
+        Raises:
+            NonFiniteError: under the policy 'stop'.
+        """
+        skip = self.precision.overflowed()
+        if not skip:
+            message = self._message(loss, norm, batch, run)
+            if self.policy == "stop":
+                raise NonFiniteError(message)
+            if self.world.is_main:
+                log.warning("%s (policy: %s)", message.splitlines()[0], self.policy)
+            skip = self.policy == "skip"
+        if skip and self._kept is not None:
+            self._restore(self._kept)
+        return skip
+
+    def _restore(self, kept: list[Tensor]) -> None:
+        with torch.no_grad():
+            for buffer, before in zip(self.model.buffers(), kept, strict=True):
+                buffer.copy_(before)
+
+    def _message(self, loss: float, norm: float, batch: Batch, run: Run) -> str:
+        buffers = [b.clone() for b in self.model.buffers()]
+        with own_random_state(self.world.device):
+            mine = find_bad_number(self.model, batch.micro_batches, lambda m: run(m)[0])
+        self._restore(buffers)
+        found = [
+            (bad.micro_batch, rank, host, bad)
+            for rank, (host, bad) in enumerate(self.world.gather((self.world.host, mine)))
+            if bad is not None
+        ]
+        what = "gradient" if math.isfinite(loss) else "loss"
+        head = f"Step {self.world.steps + 1} (epoch {batch.epoch}, batch {batch.step}): the {what} "
+        if not found:
+            return (
+                f"{head}is not finite (loss {loss}, gradient norm {norm}), but running the "
+                "micro-batches again gives finite numbers.\nThe sum overflowed, an operation is "
+                "not deterministic, or a device or link is faulty."
+            )
+        index, rank, host, bad = min(found, key=lambda f: (f[0], f[1]))
+        rows = f", rows {list(bad.rows[:16])}{'…' if len(bad.rows) > 16 else ''}" * bool(bad.rows)
+        where = f"micro-batch {index}{rows}" if index >= 0 else "before any micro-batch"
+        return (
+            f"{head}is not finite: first in {bad.what}, on rank {rank} ({host}), {where}.\n"
+            "No update was made. Look at these rows; lower the learning rate or clip the gradient "
+            "(clip_norm); or choose nonfinite='skip' to leave such steps out."
+        )
+
+
+@dataclass
+class BadNumber:
+    """The first number that is not finite on some rank."""
+
+    micro_batch: int
+    rows: tuple[int, ...]
+    what: str
+
+
+def find_bad_number(
+    model: nn.Module,
+    micro_batches: Sequence[Any],
+    run: Callable[[Any], Tensor],
+) -> BadNumber | None:
+    """Run micro-batches again, one by one, and find the first tensor that is not finite.
+
+    ``run`` does one micro-batch's forward with its own random numbers and returns the loss sum.
+    Costs a step on each rank, and only when a step has gone wrong.
+    """
+    for name, p in named_parameters(model):
+        if not _finite(p):
+            return BadNumber(-1, (), f"the parameter {name} itself, before the step")
+    for micro_batch in micro_batches:
+        first: list[str] = []
+        hooks = [m.register_forward_hook(_watch(n, first)) for n, m in model.named_modules()]
+        try:
+            loss = run(micro_batch)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        place = (micro_batch.index, micro_batch.rows)
+        if first:
+            return BadNumber(*place, f"the output of {first[0]}")
+        if not _finite(loss):
+            return BadNumber(*place, "the loss")
+        if not loss.requires_grad:
+            continue
+        parameters = [(n, p) for n, p in named_parameters(model) if p.requires_grad]
+        grads = torch.autograd.grad(loss, [p for _, p in parameters], allow_unused=True)
+        # last layer first, as backward goes
+        for (name, _), grad in reversed(list(zip(parameters, grads, strict=True))):
+            if grad is not None and not _finite(grad):
+                return BadNumber(*place, f"the gradient of {name}")
+    return None
+
+
+def _watch(name: str, first: list[str]) -> Any:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        if first:
+            return
+        for tensor in _tensors(output):
+            if not _finite(tensor):
+                first.append(f"{name or 'the model'} ({type(module).__name__})")
+                return
+
+    return hook
+
+
+def _finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [t for v in value.values() for t in _tensors(v)]
+    if isinstance(value, (list, tuple)):
+        return [t for v in value for t in _tensors(v)]
+    return []
