@@ -6,9 +6,13 @@ the micro-batches know nothing of ranks. A rank only takes a contiguous range of
 
 from __future__ import annotations
 
+import atexit
 import functools
 import itertools
+import math
+import multiprocessing
 import signal
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,10 +22,23 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from oarlock.errors import CheckpointError, ConfigError, DataError
-from oarlock.randomness import Permutation, key, own_random_state, seed_everything
+from oarlock.randomness import Permutation, key, own_random_state, seed_host
 from oarlock.world import World, current
 
 _ORDER, _WINDOW, _ROW = 1, 2, 3  # domains of the keys
+
+
+def _pinned(value: Any) -> Any:
+    """``value`` with every tensor in page-locked memory; containers are rebuilt."""
+    if hasattr(value, "pin_memory"):  # a tensor, or a class with a way of its own
+        return value.pin_memory()
+    if isinstance(value, dict):
+        return {k: _pinned(v) for k, v in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_pinned, value))
+    if isinstance(value, list | tuple):
+        return type(value)(map(_pinned, value))
+    return value
 
 
 @dataclass
@@ -37,6 +54,11 @@ class MicroBatch:
     index: int
     rows: tuple[int, ...]
     data: Any
+
+    def pin_memory(self) -> MicroBatch:
+        """Called by PyTorch's DataLoader, which cannot look into a class."""
+        self.data = _pinned(self.data)
+        return self
 
 
 @dataclass
@@ -57,6 +79,12 @@ class Batch:
     rows: int
     micro_batches: list[MicroBatch] = field(default_factory=list)
     seed: int = 0
+
+    def pin_memory(self) -> Batch:
+        """As :meth:`MicroBatch.pin_memory`."""
+        for micro_batch in self.micro_batches:
+            micro_batch.pin_memory()
+        return self
 
 
 def split(count: int, shares: Sequence[float]) -> list[range]:
@@ -150,7 +178,7 @@ class _MicroBatches(Dataset):
             with own_random_state():
                 items = []
                 for row in rows:
-                    seed_everything(key(self.seed, _ROW, epoch, row))
+                    seed_host(key(self.seed, _ROW, epoch, row))
                     items.append(self.dataset[row])
                 row = None
                 return MicroBatch(index, rows, self.collate(items))
@@ -188,7 +216,7 @@ class _Stream(IterableDataset):
         held: list[Any] = []
         step, position = 0, 0
         try:
-            for item in self.dataset:
+            for item in self._items():
                 position += 1
                 if step >= self.first_step:
                     held.append(item)
@@ -205,6 +233,20 @@ class _Stream(IterableDataset):
                 f"{error}\n(epoch {self.epoch}, batch {step})"
             )
 
+    def _items(self) -> Iterator[Any]:
+        """The stream's rows; its random numbers depend on seed, epoch and position alone."""
+        with own_random_state():
+            seed_host(key(self.seed, _ROW, self.epoch))
+            items = iter(self.dataset)
+        for position in itertools.count():
+            with own_random_state():
+                seed_host(key(self.seed, _ROW, self.epoch, position))
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+            yield item
+
     def _deal(self, step: int, items: list[Any]) -> Batch:
         count = -(-len(items) // self.size)
         first = step * self.batch_size
@@ -212,7 +254,9 @@ class _Stream(IterableDataset):
         for i in split(count, self.shares)[self.rank]:
             mine = items[i * self.size : (i + 1) * self.size]
             rows = tuple(range(first + i * self.size, first + i * self.size + len(mine)))
-            batch.micro_batches.append(MicroBatch(i, rows, self.collate(mine)))
+            with own_random_state():
+                seed_host(key(self.seed, _ROW, self.epoch, rows[-1]))
+                batch.micro_batches.append(MicroBatch(i, rows, self.collate(mine)))
         return batch
 
 
@@ -221,6 +265,16 @@ def _quiet_worker(_: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)
+
+
+_workers: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _kill_workers() -> None:
+    """At the end of the script. Python would send SIGTERM, which they ignore, and wait."""
+    for worker in list(_workers):
+        if worker.is_alive():
+            worker.kill()
 
 
 class Loader:
@@ -283,8 +337,13 @@ class Loader:
         self.dataset, self.batch_size, self.micro_batch_size = dataset, batch_size, micro_batch_size
         self.seed, self.drop_last, self.workers, self.prefetch = seed, drop_last, workers, prefetch
         self.collate = collate_fn or default_collate
-        self.shares = [1.0] * self.world.size if shares is None else [float(s) for s in shares]
-        if len(self.shares) != self.world.size or min(self.shares) < 0 or sum(self.shares) <= 0:
+        try:
+            self.shares = [1.0] * self.world.size if shares is None else [float(s) for s in shares]
+            total = sum(self.shares)
+        except (TypeError, ValueError):
+            self.shares, total = [], 0.0
+        wrong = len(self.shares) != self.world.size or min(self.shares) < 0
+        if wrong or not 0 < total < math.inf:
             raise ConfigError(
                 f"shares is {shares}; it must be {self.world.size} numbers (one a rank), "
                 "none negative, not all zero."
@@ -382,11 +441,16 @@ class Loader:
             held = self._good(item)
         if held is not None:
             yield held, True
-        elif self.step_in_epoch == 0:
-            raise DataError("The iterable dataset yielded no rows.")
+        else:
+            what = "no whole global batch" if self.drop_last else "no rows"
+            raise DataError(
+                f"The iterable dataset yielded {what} in epoch {self.epoch}"
+                + (f" after batch {self.step_in_epoch}." if self.step_in_epoch else ".")
+            )
 
     def _load(self, dataset: Any, sampler: Iterable | None) -> Iterator[Any]:
-        return iter(
+        before = set(multiprocessing.active_children())
+        loaded = iter(
             DataLoader(
                 dataset,
                 batch_size=None,
@@ -398,6 +462,11 @@ class Loader:
                 generator=torch.Generator(),  # leaves the global random stream alone
             )
         )
+        if self.workers:
+            _workers.update(set(multiprocessing.active_children()) - before)
+            atexit.unregister(_kill_workers)
+            atexit.register(_kill_workers)  # the latest registered runs first
+        return loaded
 
     def _good(self, item: Any) -> Any:
         if isinstance(item, _Failed):
@@ -413,6 +482,9 @@ class Loader:
             "batch_size": self.batch_size,
             "micro_batch_size": self.micro_batch_size,
             "rows": self.plan.rows if self.plan else None,
+            "shuffle": self.plan.shuffle if self.plan else False,
+            "drop_last": self.drop_last,
+            "grouped": self.plan is not None and self.plan.lengths is not None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -422,7 +494,11 @@ class Loader:
             CheckpointError: the state belongs to other data, another seed or other batch sizes.
         """
         mine = self.state_dict()
-        for name in ("seed", "batch_size", "micro_batch_size", "rows"):
+        if not isinstance(state, dict) or not all(
+            type(state.get(name)) is int and state[name] >= 0 for name in ("epoch", "step")
+        ):
+            raise CheckpointError(f"This is no position of a Loader: {str(state)[:200]}")
+        for name in list(mine)[2:]:
             if state.get(name) != mine[name]:
                 raise CheckpointError(
                     f"The checkpoint was made with {name} = {state.get(name)}, this run has "

@@ -47,8 +47,19 @@ def read_environment(env: Mapping[str, str]) -> Place | None:
             f"0 to {place.size - 1} ({place.launcher}).\n"
             "Start as many processes as the world size says, each with a rank of its own."
         )
-    if place.local_rank is not None and place.local_rank < 0:
-        raise WorldError(f"LOCAL_RANK is {place.local_rank}; it must be at least 0.")
+    local_size = place.size if place.local_size is None else place.local_size
+    if not 1 <= local_size <= place.size:
+        raise WorldError(
+            f"The number of local ranks is {local_size}; it must be 1 to the world size, "
+            f"{place.size} ({place.launcher})."
+        )
+    if place.local_rank is not None and not 0 <= place.local_rank < local_size:
+        raise WorldError(
+            f"The local rank is {place.local_rank}; with {local_size} ranks on this machine it "
+            f"must be 0 to {local_size - 1} ({place.launcher})."
+        )
+    if place.size > 1 and not 0 < place.port < 65536:
+        raise WorldError(f"MASTER_PORT is {place.port}; a port is a number from 1 to 65535.")
     return place
 
 
@@ -93,13 +104,14 @@ def _slurm(env: Mapping[str, str]) -> Place:
     _need(env, ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"), "Slurm")
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST", "127.0.0.1")
     job = env.get("SLURM_JOB_ID", "0") + "." + env.get("SLURM_STEP_ID", "0")
-    per_node = env.get("SLURM_STEP_TASKS_PER_NODE", "")
-    counts = re.match(r"^(\d+)(?:\(x\d+\))?$", per_node)  # '4' or '4(x2)': the same on each node
+    counts = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    node = _number(env, "SLURM_NODEID") if "SLURM_NODEID" in env else 0
+    alike = len(set(counts)) == 1 or "SLURM_NODEID" in env
     return Place(
         _number(env, "SLURM_PROCID"),
         _number(env, "SLURM_STEP_NUM_TASKS"),
         _number(env, "SLURM_LOCALID"),
-        int(counts[1]) if counts else None,
+        counts[node] if alike and 0 <= node < len(counts) else None,
         env.get("MASTER_ADDR") or first_host(nodes),
         _number(env, "MASTER_PORT") if "MASTER_PORT" in env else derived_port(job),
         "Slurm",
@@ -127,12 +139,23 @@ def _openmpi(env: Mapping[str, str]) -> Place:
     )
 
 
+def tasks_per_node(text: str) -> list[int]:
+    """Slurm's counts, one a node: '4(x2),3' -> [4, 4, 3]; [] where it cannot be read."""
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if not found:
+            return []
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
+
+
 def first_host(nodes: str) -> str:
     """The first host of a Slurm node list: 'gpu[03-05,9],cpu1' -> 'gpu03'."""
-    head = re.match(r"^([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodes.strip())
+    head = re.match(r"(?:[^,\[\]]|\[\w[^\[\]]*\])+", nodes.strip())
     if not head:
         raise WorldError(f"Slurm's node list {nodes!r} cannot be read; set MASTER_ADDR.")
-    return head[1] + (head[2] or "") + (head[3] or "")
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", head[0])
 
 
 def derived_port(job: str) -> int:

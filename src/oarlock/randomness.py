@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -65,11 +64,17 @@ class Permutation:
 
 
 def seed_everything(key_: int) -> None:
-    """Seed torch (all devices), ``random`` and, where it was imported, NumPy's global generator."""
+    """Seed torch (all devices), ``random`` and NumPy's global generator."""
     torch.manual_seed(key_ >> 1)  # torch takes 63 bits
     random.seed(key_)
-    if "numpy.random" in sys.modules:
-        np.random.seed(key_ & 0xFFFFFFFF)
+    np.random.seed(key_ & 0xFFFFFFFF)
+
+
+def seed_host(key_: int) -> None:
+    """As :func:`seed_everything`, but torch on the CPU only: for loading data."""
+    torch.default_generator.manual_seed(key_ >> 1)
+    random.seed(key_)
+    np.random.seed(key_ & 0xFFFFFFFF)
 
 
 @contextlib.contextmanager

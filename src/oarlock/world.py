@@ -8,7 +8,6 @@ import os
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -34,7 +33,9 @@ KINDS = (
 _RECORD = 12  # int64 numbers in an announcement: kind, then up to 11 of the caller's
 
 _current: World | None = None
+_shared: list[World] = []  # the worlds of several ranks that this process joined
 _joins = 0
+_hooked = False
 
 
 def current() -> World:
@@ -289,20 +290,21 @@ def join(
         raise WorldError(f"timeout is {timeout}; it must be a positive number of seconds.")
     if _current is not None and not _current.closed:
         raise WorldError("This process has already joined a world; close() that one first.")
+    _print_errors_well()
     variables = os.environ if env is None else env
     place = read_environment(variables)
+    if "TORCHELASTIC_RUN_ID" in variables:
+        die_with_parent()  # torchrun itself leaves its workers behind when it is killed
     if place is None or (place.size == 1 and backend is None):
         world = World(device)
         world.timeout = timeout
         _current = world
         return world
-    if "TORCHELASTIC_RUN_ID" in variables:
-        die_with_parent()  # torchrun itself leaves its workers behind when it is killed
 
     world = World("cpu")
     world.rank, world.size, world.timeout = place.rank, place.size, timeout
     local_rank = place.local_rank if place.local_rank is not None else place.rank
-    local_size = place.local_size if place.local_size is not None else place.size
+    local_size = place.local_size or local_rank + 1  # not told: what its own number proves
     if device is not None:
         world.device = torch.device(device)
     else:
@@ -396,7 +398,8 @@ def _store(place: Place, env: Mapping[str, str], timeout: float) -> dist.Store:
             raise WorldError(
                 f"Port {place.port} on {socket.gethostname()} is in use"
                 f"{' by ' + owner if owner else ''}.\n"
-                "End that process, or choose another port with MASTER_PORT "
+                "Is it a second process with rank 0? Otherwise end it, or choose another port "
+                "with MASTER_PORT "
                 "(`oarlock launch` picks a free one by itself)."
             ) from error
         raise WorldError(
@@ -465,28 +468,38 @@ def _device_identity(device: torch.device) -> str:
     return "" if device.type == "cpu" else str(device)
 
 
-def _end_well(world: World) -> None:
-    """At the end of the script, leave in order; after an uncaught error, end hard.
+def _print_errors_well() -> None:
+    """An uncaught error of ours is printed without a stack trace; in a world, it also ends hard.
 
-    Destroying a process group waits for peers that will never come, so after an error the process
-    prints it and exits at once: the launcher and the peers then notice within moments.
+    Destroying a process group waits for peers that will never come, so after an error in a world
+    of several ranks the process exits at once: launcher and peers then notice within moments.
     """
+    global _hooked
+    if _hooked:
+        return
+    _hooked = True
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-        if world.closed:
-            before(kind, error, tb)
-            return
-        if isinstance(error, OarlockError) and not os.environ.get("OARLOCK_TRACEBACK"):
+        ours = isinstance(error, OarlockError)
+        if ours and not os.environ.get("OARLOCK_TRACEBACK"):
             print(f"{kind.__name__}: {error}", file=sys.stderr)
         else:
-            traceback.print_exception(kind, error, tb)
-        sys.stdout.flush()
-        sys.stderr.flush()
+            before(kind, error, tb)
         status = error.exit_status if isinstance(error, OarlockError) else 1
-        os._exit(130 if isinstance(error, KeyboardInterrupt) else status)
+        if any(not w.closed or w._failed for w in _shared):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(130 if isinstance(error, KeyboardInterrupt) else status)
+        if ours:
+            raise SystemExit(status)  # in a hook, this sets the status of an orderly exit
 
     sys.excepthook = hook
+
+
+def _end_well(world: World) -> None:
+    """At the end of the script, leave in order."""
+    _shared.append(world)
 
     def leave() -> None:
         try:
