@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 _MASK = (1 << 64) - 1
+_spare_generators: list[np.random.BitGenerator] = []
 
 
 def mix(value: int) -> int:
@@ -79,9 +80,15 @@ def seed_host(key_: int) -> None:
 
 @contextlib.contextmanager
 def own_random_state(device: torch.device | None = None) -> Iterator[None]:
-    """Put all generators back afterwards: what runs inside leaves the caller's streams alone."""
+    """Put all generators back afterwards: what runs inside leaves the caller's streams alone.
+
+    Seed inside before drawing.
+    """
     python_state = random.getstate()
-    numpy_state = np.random.get_state()
+    # NumPy's generator is exchanged whole, since copying it (or making one) is slow.
+    numpy_generator = np.random.get_bit_generator()
+    spare = _spare_generators.pop() if _spare_generators else np.random.MT19937(0)
+    np.random.set_bit_generator(spare)
     accelerated = device is not None and device.type != "cpu"
     with torch.random.fork_rng(
         devices=[device.index or 0] if accelerated and device is not None else [],
@@ -91,4 +98,5 @@ def own_random_state(device: torch.device | None = None) -> Iterator[None]:
             yield
         finally:
             random.setstate(python_state)
-            np.random.set_state(numpy_state)
+            np.random.set_bit_generator(numpy_generator)
+            _spare_generators.append(spare)
