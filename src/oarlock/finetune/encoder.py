@@ -94,12 +94,12 @@ class Encoder:
         plain = row.layout != "messages"
         try:
             text, spans = self._text(row)
+            ids, parts, crossed = self._tokens(text, spans, special=plain)
         except RefusedError as error:
             findings.add("template", row.source, str(error), row.data)
             return None
         if row.layout != "text" and (hit := self._spelled.search(_contents(row))):
             findings.add("special", row.source, f"the text spells {hit[0]}", _contents(row))
-        ids, parts, crossed = self._tokens(text, spans, special=plain)
         if crossed:
             start = next(iter(spans))[0]
             findings.add("border", row.source, "at the start of the answer", text, start)
