@@ -2,47 +2,73 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
+from oarlock.finetune.examples import IGNORED
 
-@torch.no_grad()
-def answer(
-    model: Any,
-    encoder: Any,
-    messages: list[dict[str, str]],
-    *,
-    max_tokens: int = 64,
-    device: torch.device | str = "cpu",
-) -> str:
-    """The model's answer to a conversation, without randomness.
+if TYPE_CHECKING:
+    from oarlock.config import RunConfig
+    from oarlock.finetune.prepare import Prepared
 
-    Args:
-        model: a transformers or peft causal LM; its mode is put back afterwards.
-        encoder: gives the prompt's text by the chat template, and the tokens that end an answer.
-        messages: the conversation so far, ending with the user's turn.
-        max_tokens: at most so many new tokens.
-    """
-    text = encoder.prompt_text(messages)
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the model is asked: the tokens, the text to show, and the answer it was taught."""
+
+    ids: list[int]
+    shown: str
+    taught: str = ""
+
+
+def prompts_of(config: RunConfig, prepared: Prepared) -> list[Prompt]:
+    """The run file's prompts, or the first rows that were held out (else of the training rows)."""
+    encoder, samples = prepared.encoder, config.samples
     tokenizer = encoder.tokenizer
-    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"].to(device)
-    return _generate(model, tokenizer, ids, _ends(model, encoder), max_tokens, encoder.pad.id)
+    if samples.prompts is not None:
+        out = []
+        for text in samples.prompts:
+            whole = text
+            chat = encoder.chat_template is not None
+            if chat:
+                whole = encoder.prompt_text([{"role": "user", "content": text}])
+            ids = tokenizer(whole, add_special_tokens=not chat)["input_ids"]
+            out.append(Prompt(list(ids), text))
+        return out
+    rows = prepared.eval if prepared.eval is not None else prepared.train
+    rows = getattr(rows, "examples", rows)
+    out = []
+    for i in range(min(samples.count, len(rows))):
+        row = rows[i]
+        start = int(np.argmax(row.labels != IGNORED))
+        if start < 2:
+            continue  # plain text: there is no question in it
+        ids, answer = row.input_ids.tolist(), row.input_ids[row.labels != IGNORED].tolist()
+        shown = tokenizer.decode(ids[:start], skip_special_tokens=True).strip()
+        taught = tokenizer.decode(answer, skip_special_tokens=True).strip()
+        out.append(Prompt(ids[:start], shown, taught))
+    return out
 
 
-@torch.no_grad()
-def continue_text(
-    model: Any,
-    encoder: Any,
-    text: str,
-    *,
-    max_tokens: int = 64,
-    device: torch.device | str = "cpu",
-) -> str:
-    """What the model writes after plain ``text`` (for models trained without a chat template)."""
-    ids = encoder.tokenizer(text, return_tensors="pt")["input_ids"].to(device)
+def answers(
+    model: Any, encoder: Any, prompts: list[Prompt], max_tokens: int, device: torch.device | str
+) -> list[str]:
+    """The model's answer to each prompt, without randomness."""
     ends = _ends(model, encoder)
-    return _generate(model, encoder.tokenizer, ids, ends, max_tokens, encoder.pad.id)
+    return [
+        _generate(
+            model,
+            encoder.tokenizer,
+            torch.tensor([prompt.ids], device=device),
+            ends,
+            max_tokens,
+            encoder.pad.id,
+        )
+        for prompt in prompts
+    ]
 
 
 def _ends(model: Any, encoder: Any) -> list[int]:
@@ -54,6 +80,7 @@ def _ends(model: Any, encoder: Any) -> list[int]:
     return sorted(ids)
 
 
+@torch.no_grad()
 def _generate(
     model: Any, tokenizer: Any, ids: torch.Tensor, ends: list[int], max_tokens: int, pad: int
 ) -> str:
