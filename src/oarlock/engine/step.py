@@ -30,6 +30,7 @@ from oarlock.engine.checks import (
 from oarlock.engine.exchange import Exchange
 from oarlock.engine.names import named_parameters
 from oarlock.engine.nonfinite import NonFinite
+from oarlock.engine.norm import global_norm
 from oarlock.engine.precision import Precision
 from oarlock.engine.totals import Closing, Totals
 from oarlock.errors import DataError, SetupError
@@ -201,7 +202,7 @@ class DataParallel:
         self.buffers.finish(closed.changed, last_rank)
         gradients = self._gradients(closed.used)
         divisor = closed.weight * self.precision.scale
-        norm = float(nn.utils.get_total_norm(gradients)) / divisor if gradients else 0.0
+        norm = global_norm(gradients) / divisor
         lr = float(self.optimizer.param_groups[0]["lr"])
         bad = not math.isfinite(closed.loss + norm)
         skipped = bad and self.nonfinite.handle(closed.loss, norm, batch, run)

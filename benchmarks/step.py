@@ -1,0 +1,225 @@
+"""One step, side by side in one run: Oarlock, plain PyTorch without communication, and DDP.
+
+    python benchmarks/step.py [--sizes 1.8M 13.8M 44M] [--rounds 15] [--ranks 2]
+
+Contestants take turns step by step, in an order that changes each round, so that a slow moment of
+the machine hits all alike; the table shows medians and ratios of the same round. All do the same
+work: forward, backward, clipping to norm 1, AdamW. Memory is measured apart, one contestant a
+process: the growth of the resident set's peak over what the model itself takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import resource
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).parent))
+from models import GPT, SIZES, Size, loss_sum
+
+import oarlock
+
+TIME = 64  # tokens a row
+
+
+def build(size: Size) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A fresh model and its optimizer, the same on every call."""
+    torch.manual_seed(0)
+    model = GPT(size)
+    return model, torch.optim.AdamW(model.parameters(), lr=3e-4)
+
+
+def plain(size: Size, world: oarlock.World) -> Callable[[Tensor], None]:
+    """What one writes for one device; on several ranks: no communication at all."""
+    model, optimizer = build(size)
+
+    def step(ids: Tensor) -> None:
+        optimizer.zero_grad()
+        loss, weight = loss_sum(model, ids)
+        (loss / weight).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        float(loss.detach())
+
+    return step
+
+
+def ddp(size: Size, world: oarlock.World) -> Callable[[Tensor], None]:
+    """PyTorch's DistributedDataParallel with gradients as bucket views."""
+    model, optimizer = build(size)
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    def step(ids: Tensor) -> None:
+        optimizer.zero_grad()
+        loss, weight = loss_sum(wrapped, ids)
+        (loss / weight).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        float(loss.detach())
+
+    return step
+
+
+class Oarlock:
+    """This engine; keeps the last result for the bytes and the waiting time."""
+
+    def __init__(self, size: Size, world: oarlock.World) -> None:
+        model, optimizer = build(size)
+        self.engine = oarlock.DataParallel(model, optimizer, world, clip_norm=1.0)
+        self.waits: list[float] = []
+        self.bytes = 0
+
+    def __call__(self, ids: Tensor) -> None:
+        result = self.engine.step([ids], loss_sum)
+        self.waits.append(result.wait_seconds)
+        self.bytes = result.exchanged_bytes
+
+
+def exchange_alone(engine: oarlock.DataParallel) -> float:
+    """Seconds that the same buckets take when nothing else runs (median of 5)."""
+    if engine.exchange is None:
+        return 0.0
+    times = []
+    for _ in range(5):
+        engine.world.barrier()
+        start = time.perf_counter()
+        works = [dist.all_reduce(b.flat, async_op=True) for b in engine.exchange.buckets]
+        for work in works:
+            work.wait()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def race(world: oarlock.World, size: Size, rounds: int) -> dict[str, Any]:
+    """Median step seconds of each contestant, taking turns."""
+    ids = torch.randint(0, size.vocabulary, (size.tokens // TIME, TIME + 1))
+    engine = Oarlock(size, world)
+    contestants: dict[str, Callable[[Tensor], None]] = {"plain": plain(size, world)}
+    if world.size > 1:
+        contestants["ddp"] = ddp(size, world)
+    contestants["oarlock"] = engine
+    names = list(contestants)
+    times: dict[str, list[float]] = {n: [] for n in names}
+    for i in range(rounds + 3):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            world.barrier()
+            start = time.perf_counter()
+            contestants[name](ids)
+            if i >= 3:  # the first rounds warm up
+                times[name].append(time.perf_counter() - start)
+    alone = exchange_alone(engine.engine)
+    return {
+        "times": times,
+        "alone": alone,
+        "wait": statistics.median(engine.waits[3:]),
+        "bytes": engine.bytes,
+    }
+
+
+def peak(world: oarlock.World, size: Size, name: str) -> float:
+    """Growth of the peak resident set over five steps, MiB, beyond imports and the data."""
+    ids = torch.randint(0, size.vocabulary, (size.tokens // TIME, TIME + 1))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    step = {"plain": plain, "ddp": ddp, "oarlock": Oarlock}[name](size, world)
+    for _ in range(5):
+        step(ids)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+
+
+def _child(fn: Callable[..., Any], rank: int, ranks: int, port: int, args: tuple, box: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    with oarlock.join(device="cpu") as world:
+        answer = fn(world, *args)
+        if rank == 0:
+            box.put(answer)
+
+
+def on_ranks(fn: Callable[..., Any], ranks: int, *args: Any) -> Any:
+    """Run ``fn(world, *args)`` on forked ranks, one thread each; rank 0's answer."""
+    context = multiprocessing.get_context("fork")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    box = context.Queue()
+    children = [
+        context.Process(target=_child, args=(fn, r, ranks, port, args, box)) for r in range(ranks)
+    ]
+    for child in children:
+        child.start()
+    answer = box.get(timeout=600)
+    for child in children:
+        child.join()
+    return answer
+
+
+def ratio(times: dict[str, list[float]], name: str, to: str) -> float:
+    """Median of the ratios within a round: what is left when the machine's mood is taken out."""
+    return statistics.median(a / b for a, b in zip(times[name], times[to], strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", nargs="+", default=[s.name for s in SIZES])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--no-memory", action="store_true")
+    args = parser.parse_args()
+    print(f"torch {torch.__version__}, {os.cpu_count()} cores, one thread a rank, gloo, loopback")
+    print(f"{args.ranks} ranks; medians of {args.rounds} rounds, contestants taking turns\n")
+    print(
+        f"{'model':>6} {'plain':>9} {'DDP':>9} {'Oarlock':>9} {'Oarlock/DDP':>12} {'MB sent':>8} "
+        f"{'alone':>8} {'waited':>8} {'hidden':>7}   peak MiB: plain, DDP, Oarlock"
+    )
+    for size in (s for s in SIZES if s.name in args.sizes):
+        out = on_ranks(race, args.ranks, size, args.rounds)
+        ms = {n: 1000 * statistics.median(t) for n, t in out["times"].items()}
+        hidden = 1 - out["wait"] / out["alone"]
+        memory = (
+            ""
+            if args.no_memory
+            else ", ".join(
+                f"{on_ranks(peak, args.ranks, size, n):.0f}" for n in ("plain", "ddp", "oarlock")
+            )
+        )
+        print(
+            f"{size.name:>6} {ms['plain']:>6.0f} ms {ms['ddp']:>6.0f} ms {ms['oarlock']:>6.0f} ms "
+            f"{ratio(out['times'], 'oarlock', 'ddp'):>12.3f} {out['bytes'] / 1e6:>8.1f} "
+            f"{1000 * out['alone']:>5.0f} ms {1000 * out['wait']:>5.0f} ms {hidden:>7.0%}   "
+            f"{memory}",
+            flush=True,
+        )
+    print("\n1 rank:")
+    print(f"{'model':>6} {'plain':>9} {'Oarlock':>9} {'Oarlock/plain':>14}")
+    for size in (s for s in SIZES if s.name in args.sizes):
+        out = on_ranks(race, 1, size, args.rounds)
+        ms = {n: 1000 * statistics.median(t) for n, t in out["times"].items()}
+        print(
+            f"{size.name:>6} {ms['plain']:>6.0f} ms {ms['oarlock']:>6.0f} ms "
+            f"{ratio(out['times'], 'oarlock', 'plain'):>14.3f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
