@@ -158,9 +158,7 @@ class LocalRanks(SimpleElasticAgent):
             for process in self._all:  # what a failed rank left behind in its group
                 _kill_group(process)
 
-    def _construct_event(
-        self, state: str, source: EventSource, *args: Any, **kwargs: Any
-    ) -> Event:
+    def _construct_event(self, state: str, source: EventSource, *args: Any, **kwargs: Any) -> Event:
         # Nobody reads the events, and the original asks the name service for this machine.
         return Event(state, source)
 

@@ -67,8 +67,7 @@ def launch(
         if "OMP_NUM_THREADS" not in variables:
             variables["OMP_NUM_THREADS"] = str(max(1, _cores() // ranks))
         screen = default_screen(stream)
-        if screen.is_terminal:
-            variables["OARLOCK_TERMINAL"] = "1"  # rank 0 may draw a bar: it will be shown raw
+        if screen.is_terminal:  # a bar of rank 0 is shown as it is drawn
             variables.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
         outcome = _run(target, ranks, root, variables, screen)
     except BaseException:
@@ -182,9 +181,7 @@ class _Signals:
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
-def _run(
-    target: list[str], ranks: int, root: Path, env: dict[str, str], screen: Screen
-) -> Outcome:
+def _run(target: list[str], ranks: int, root: Path, env: dict[str, str], screen: Screen) -> Outcome:
     _quiet_elastic()
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
