@@ -13,8 +13,8 @@ import math
 import multiprocessing
 import signal
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,16 +28,17 @@ from oarlock.world import World, current
 _ORDER, _WINDOW, _ROW = 1, 2, 3  # domains of the keys
 
 
-def _pinned(value: Any) -> Any:
-    """``value`` with every tensor in page-locked memory; containers are rebuilt."""
-    if hasattr(value, "pin_memory"):  # a tensor, or a class with a way of its own
-        return value.pin_memory()
-    if isinstance(value, dict):
-        return {k: _pinned(v) for k, v in value.items()}
+def map_tensors(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``value`` with ``fn`` applied to every tensor in it, through dicts, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    if isinstance(value, Mapping):
+        items = {k: map_tensors(v, fn) for k, v in value.items()}
+        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*map(_pinned, value))
-    if isinstance(value, list | tuple):
-        return type(value)(map(_pinned, value))
+        return type(value)(*(map_tensors(v, fn) for v in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_tensors(v, fn) for v in value)
     return value
 
 
@@ -56,9 +57,8 @@ class MicroBatch:
     data: Any
 
     def pin_memory(self) -> MicroBatch:
-        """Called by PyTorch's DataLoader, which cannot look into a class."""
-        self.data = _pinned(self.data)
-        return self
+        """Called by PyTorch's DataLoader: the same with its tensors in page-locked memory."""
+        return MicroBatch(self.index, self.rows, map_tensors(self.data, torch.Tensor.pin_memory))
 
 
 @dataclass
@@ -81,10 +81,8 @@ class Batch:
     seed: int = 0
 
     def pin_memory(self) -> Batch:
-        """As :meth:`MicroBatch.pin_memory`."""
-        for micro_batch in self.micro_batches:
-            micro_batch.pin_memory()
-        return self
+        """As :meth:`MicroBatch.pin_memory`, for all of them."""
+        return replace(self, micro_batches=[m.pin_memory() for m in self.micro_batches])
 
 
 def split(count: int, shares: Sequence[float]) -> list[range]:

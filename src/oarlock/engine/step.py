@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oarlock.batches import Batch, MicroBatch
+from oarlock.batches import Batch, MicroBatch, map_tensors
 from oarlock.engine import guard
 from oarlock.engine.agreement import Agreement
 from oarlock.engine.buffers import Buffers, synchronise_batch_norm
@@ -166,6 +166,7 @@ class DataParallel:
                 micro-batches.
             loss_fn: ``loss_fn(model, data) -> (loss_sum, weight)``: the *sum* of the micro-batch's
                 losses (a scalar tensor) and its weight (how many target tokens or samples).
+                ``data`` is the micro-batch as collated, its tensors on this rank's device.
 
         Raises:
             OutOfStepError, PeerLostError: the ranks do not run the same steps, or one is gone.
@@ -247,12 +248,17 @@ class DataParallel:
     ) -> Callable[[MicroBatch], tuple[Tensor, Any]]:
         """One micro-batch's forward, with random numbers of its own whoever runs it."""
 
+        device = self.world.device
+
         def run(micro_batch: MicroBatch) -> tuple[Tensor, Any]:
             seed_everything(
                 key(batch.seed, _MICRO_BATCH, batch.epoch, batch.step, micro_batch.index)
             )
+            data = micro_batch.data
+            if device.type != "cpu":
+                data = map_tensors(data, lambda t: t.to(device, non_blocking=True))
             with self.precision.autocast():
-                answer = loss_fn(self.model, micro_batch.data)
+                answer = loss_fn(self.model, data)
             return check_loss(answer)
 
         return run
