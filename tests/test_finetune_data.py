@@ -301,6 +301,12 @@ def test_both_sources_are_checked_before_stopping(tmp_path: Path) -> None:
         assert len((tmp_path / "rejects.jsonl").read_text().splitlines()) == 2
 
 
+def test_rejects_that_cannot_be_written(tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl", FUNNEL)
+    with pytest.raises(DataError, match=r"rejects\.jsonl: cannot be written: Not a directory"):
+        prepare(file, tokenizer=byte_tokenizer(), on_bad="skip", rejects=file)
+
+
 def test_all_answers_cut_off_is_an_error_in_any_case(tmp_path: Path) -> None:
     rows = [{"prompt": f"{n} is a long prompt", "completion": "x"} for n in range(3)]
     file = write(tmp_path / "rows.jsonl", rows)

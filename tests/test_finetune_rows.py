@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,9 @@ def test_a_bad_row_is_named_by_line_and_the_others_are_read(
     assert reason in shown
     assert [row.source for row in rows] == [f"{file}:{n}" for n in (1, 2, 3, 4, 5, 6, 8)]
     assert (findings.read, findings.lost) == (8, 1)
-    with pytest.raises(DataError, match=rf"1 of 8 rows cannot be used: 1 .*\({file}:7\)"):
-        findings.stop_if_lost(str(file))
+    problem = findings.problem(str(file))
+    assert problem is not None
+    assert re.match(rf"{file}: 1 of 8 rows cannot be used: 1 .* \({file}:7\)\.\n", problem)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,7 @@ def test_notes_do_not_cost_the_row(tmp_path: Path) -> None:
     assert findings.read == len(rows) == 3
     # What follows the last answer cannot be trained and is left out.
     assert [m["role"] for m in rows[1].data["messages"]] == ["user", "assistant"]
-    findings.stop_if_lost(str(file))
+    assert findings.problem(str(file)) is None
 
 
 def test_json_list_names_lines_and_stops_where_it_breaks(tmp_path: Path) -> None:
@@ -189,6 +191,17 @@ def test_csv_with_an_open_quote_does_not_swallow_the_rest(tmp_path: Path) -> Non
     rows, findings = read(file)
     assert len(rows) == 1
     assert only(findings, "table").startswith(f"{file}:3: ")
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"),
+    [(b'te"xt', "expected after"), (b"te\xffxt", "0xFF at column 3"), (b"text,text", "twice")],
+)
+def test_csv_with_a_bad_header(tmp_path: Path, header: bytes, reason: str) -> None:
+    file = tmp_path / "rows.csv"
+    file.write_bytes((b'"' if b'"' in header else b"") + header + b"\none\n")
+    with pytest.raises(DataError, match=f"rows.csv:1: .*{reason}"):
+        read(file)
 
 
 @pytest.mark.parametrize(("name", "delimiter"), [("rows.csv", ";"), ("rows.tsv", "\t")])

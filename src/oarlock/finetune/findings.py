@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -149,10 +150,10 @@ class Findings:
                 out.append(f"    {known.remedy}")
         return out
 
-    def stop_if_lost(self, source: str) -> None:
-        """Raise :class:`DataError` when rows would be lost, with all that was found of them."""
+    def problem(self, source: str) -> str | None:
+        """What to tell when rows would be lost: how many, which, and what to do. None otherwise."""
         if not self.lost:
-            return
+            return None
         kinds = ", ".join(
             f"{n} {KINDS[kind].title}" for kind, n in self.counts.items() if _lost(kind)
         )
@@ -163,23 +164,7 @@ class Findings:
             *self.lines(lost_only=True),
             "Correct the rows, or train without them with on_bad = 'skip'.",
         ]
-        raise DataError("\n".join(message))
-
-    def write_rejects(self, folder: Path) -> Path | None:
-        """Write the lost rows to ``rejects.jsonl`` with place and reason; None without any."""
-        if not self.rejects:
-            return None
-        path = folder / "rejects.jsonl"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with path.open("a", encoding="utf-8") as handle:
-                for found in self.rejects:
-                    entry = {"source": found.source, "kind": found.kind, "reason": found.reason}
-                    # ASCII escapes: what was lost may be no valid text.
-                    handle.write(json.dumps({**entry, "row": found.row}, default=repr) + "\n")
-        except OSError as error:
-            raise DataError(f"{path}: cannot be written: {error.strerror}.") from error
-        return path
+        return "\n".join(message)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able: per kind its count, whether rows were lost, and the examples."""
@@ -217,3 +202,21 @@ def funnel_lines(funnels: dict[str, dict[str, int]]) -> list[str]:
         ).rstrip()
         for row in rows
     ]
+
+
+def write_rejects(findings: Iterable[Findings], folder: Path) -> None:
+    """Write the lost rows, with place and reason, to ``rejects.jsonl``; no file without any."""
+    path = folder / "rejects.jsonl"
+    rejects = [found for one in findings for found in one.rejects]
+    try:
+        path.unlink(missing_ok=True)
+        if not rejects:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8") as handle:
+            for found in rejects:
+                entry = {"source": found.source, "kind": found.kind, "reason": found.reason}
+                # ASCII escapes: what was lost may be no valid text.
+                handle.write(json.dumps({**entry, "row": found.row}, default=repr) + "\n")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written: {error.strerror}.") from error

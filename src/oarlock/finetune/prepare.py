@@ -12,7 +12,7 @@ import numpy as np
 from oarlock.errors import ConfigError, DataError, ModelError
 from oarlock.finetune.encoder import Encoder, show
 from oarlock.finetune.examples import Example, Examples
-from oarlock.finetune.findings import FUNNEL_COLUMNS, Findings, funnel_lines
+from oarlock.finetune.findings import FUNNEL_COLUMNS, Findings, funnel_lines, write_rejects
 from oarlock.finetune.packing import Packed
 from oarlock.finetune.rows import read_rows
 
@@ -200,11 +200,11 @@ def _apply_policy(
     places: dict[str, str | Path], sources: dict[str, _Source], on_bad: str, rejects: Path | None
 ) -> None:
     if on_bad == "stop":
-        for name, source in sources.items():
-            source.findings.stop_if_lost(str(places[name]))
+        problems = [source.findings.problem(str(places[name])) for name, source in sources.items()]
+        if any(problems):
+            raise DataError("\n".join(filter(None, problems)))
     elif rejects is not None:
-        for source in sources.values():
-            source.findings.write_rejects(rejects)
+        write_rejects([source.findings for source in sources.values()], rejects)
     for name, source in sources.items():
         if not len(source.examples):
             found = "\n".join(source.findings.lines())

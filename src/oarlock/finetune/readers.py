@@ -214,7 +214,14 @@ def _csv(file: Path, findings: Findings) -> Iterator[Value]:
     csv.field_size_limit(2**31 - 1)
     with file.open(encoding="utf-8-sig", errors="replace", newline="") as handle:
         reader = csv.reader(handle, delimiter=delimiter, strict=True)
-        names = [name.strip() for name in next(reader)]
+        try:
+            names = [name.strip() for name in next(reader)]
+        except csv.Error as error:
+            raise DataError(f"{file}:1: the header cannot be read: {error}.") from error
+        if 1 in bad:
+            raise DataError(f"{file}:1: the header cannot be read: {bad[1][1]}.")
+        if len(set(names)) < len(names):
+            raise DataError(f"{file}:1: a column's name stands twice in the header: {names}.")
         start = reader.line_num + 1
         while True:
             where = f"{file}:{start}"
