@@ -265,14 +265,22 @@ def _quiet_worker(_: int) -> None:
     torch.set_num_threads(1)
 
 
-_workers: weakref.WeakSet[Any] = weakref.WeakSet()
+_open: weakref.WeakSet[Any] = weakref.WeakSet()  # iterators that have worker processes
+_workers: weakref.WeakSet[Any] = weakref.WeakSet()  # these processes
 
 
-def _kill_workers() -> None:
+def _end_workers() -> None:
     """At the end of the script. Python would send SIGTERM, which they ignore, and wait."""
+    for loaded in list(_open):
+        loaded.close()
     for worker in list(_workers):
         if worker.is_alive():
             worker.kill()
+
+
+def _drain(loaded: Iterator[Any]) -> Iterator[Any]:
+    """A DataLoader's iterator whose workers end with ``close()``, as it holds the only handle."""
+    yield from loaded
 
 
 class Loader:
@@ -448,22 +456,22 @@ class Loader:
 
     def _load(self, dataset: Any, sampler: Iterable | None) -> Iterator[Any]:
         before = set(multiprocessing.active_children())
-        loaded = iter(
-            DataLoader(
-                dataset,
-                batch_size=None,
-                sampler=sampler,
-                num_workers=self.workers,
-                prefetch_factor=self.prefetch if self.workers else None,
-                pin_memory=self.pin_memory,
-                worker_init_fn=_quiet_worker,
-                generator=torch.Generator(),  # leaves the global random stream alone
-            )
+        loader: DataLoader = DataLoader(
+            dataset,
+            batch_size=None,
+            sampler=sampler,
+            num_workers=self.workers,
+            prefetch_factor=self.prefetch if self.workers else None,
+            pin_memory=self.pin_memory,
+            worker_init_fn=_quiet_worker,
+            generator=torch.Generator(),  # leaves the global random stream alone
         )
+        loaded = _drain(iter(loader))
         if self.workers:
+            _open.add(loaded)
             _workers.update(set(multiprocessing.active_children()) - before)
-            atexit.unregister(_kill_workers)
-            atexit.register(_kill_workers)  # the latest registered runs first
+            atexit.unregister(_end_workers)
+            atexit.register(_end_workers)  # the latest registered runs first
         return loaded
 
     def _good(self, item: Any) -> Any:

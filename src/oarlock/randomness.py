@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from numpy.random import mtrand
 
 _MASK = (1 << 64) - 1
 _spare_generators: list[np.random.BitGenerator] = []
@@ -86,9 +87,9 @@ def own_random_state(device: torch.device | None = None) -> Iterator[None]:
     """
     python_state = random.getstate()
     # NumPy's generator is exchanged whole, since copying it (or making one) is slow.
-    numpy_generator = np.random.get_bit_generator()
+    numpy_generator = mtrand.get_bit_generator()
     spare = _spare_generators.pop() if _spare_generators else np.random.MT19937(0)
-    np.random.set_bit_generator(spare)
+    mtrand.set_bit_generator(spare)
     accelerated = device is not None and device.type != "cpu"
     with torch.random.fork_rng(
         devices=[device.index or 0] if accelerated and device is not None else [],
@@ -98,5 +99,5 @@ def own_random_state(device: torch.device | None = None) -> Iterator[None]:
             yield
         finally:
             random.setstate(python_state)
-            np.random.set_bit_generator(numpy_generator)
+            mtrand.set_bit_generator(numpy_generator)
             _spare_generators.append(spare)
