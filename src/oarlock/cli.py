@@ -283,7 +283,7 @@ def _need_something(command: str, run_file: Path | None, overrides: dict[str, ob
 def main() -> NoReturn:
     """The entry point of ``oarlock``: run a command and exit with its status."""
     try:
-        status = app(standalone_mode=False)
+        status = app(prog_name="oarlock", standalone_mode=False)
     except _UsageError as error:
         status = _usage(error)
     except OarlockError as error:

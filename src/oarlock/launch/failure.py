@@ -12,11 +12,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from oarlock.launch.output import last_state, name_ranks
+from oarlock.launch.output import last_state
 from oarlock.launch.worker import mentions_lost_peer
 
 _LINES = 25  # of an error; a screen has room for them and the few lines above
-_FRAME = re.compile(r"^\s*(frame #\d+:|#\d+ |Extension modules: |\*\*\* (SIG|Aborted))")
+# Of a crash's output: frames of C++, lists of modules, and our own and runpy's frames
+_FRAME = re.compile(
+    r"^\s*(frame #\d+:|#\d+ |Extension modules: |"
+    r'File "(.*oarlock.launch.worker\.py|<frozen runpy>)")'
+)
+_CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
 def read_report(folder: Path) -> dict[str, Any] | None:
@@ -95,7 +100,7 @@ class Exit:
             if self.out_of_memory:
                 return f"was killed by {name}: the machine ran out of memory (the OOM killer)"
             return f"was killed by {name}, from outside the program"
-        if self.code in (-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGILL):
+        if -self.code in _CRASHES:
             return f"was killed by {name}, a crash in compiled code"
         return f"was killed by {name}"
 
@@ -109,6 +114,8 @@ class Exit:
             return _shorten(text.splitlines())
         if isinstance(info, str):
             return _shorten(info.splitlines())
+        if self.code < 0 and -self.code not in _CRASHES:
+            return []  # killed from outside: what it printed before is no reason
         lines = [last_state(line) for line in _end_of(self.folder / "stderr.log").splitlines()]
         lines = [line for line in lines if line and not _FRAME.match(line)]
         return _shorten(_reason_last(lines))
@@ -184,33 +191,24 @@ class Outcome:
         cause = self.cause
         if cause is None:
             return ""
-        lines = []
-        of = f" of {self.size}" if self.size > 1 else ""
-        lines.append(
-            f"oarlock: rank {cause.rank}{of} on {self.host} {cause.words}, "
-            f"after {self.seconds:.0f} s."
-        )
         others = [e for e in self.exits if e is not cause and e.code != 0]
         same = [e for e in others if not e.follow_on and e.same_as == cause.same_as]
         own = [e for e in others if not e.follow_on and e not in same]
         rest = [e for e in others if e.follow_on]
-        if same:
-            lines.append(f"  {_count(len(same), len(own + rest))} failed in the same way.")
-        if own:
-            more = f" and {len(own) - 3} more" if len(own) > 3 else ""
-            lines += [
-                f"  {name_ranks([e.rank]).capitalize()} failed too: {e.same_as[:150]}"
-                for e in own[:3]
-            ]
-            lines[-1] += more
+        lines = [f"oarlock: the run failed after {self.seconds:.0f} s, on rank {cause.rank} first."]
         if rest:
-            lines.append(f"  {_count(len(rest), len(same + own))} stopped because of it.")
+            lines.append(f"  {_others(len(rest))} stopped because of it.")
+        if same:
+            lines.append(f"  {_others(len(same))} failed in the same way.")
+        for other in own[:3]:
+            lines.append(f"  Rank {other.rank} failed too: {other.same_as[:150]}")
+        if len(own) > 3:
+            lines.append(f"  {_others(len(own) - 3)} failed too.")
         lines.append(f"  Logs of all ranks: {self.folder}")
-        if cause.error:
-            lines.append("")
-            lines += cause.error
-        return "\n".join(lines)
+        colon = ":" if cause.error else "."
+        lines += ["", f"Rank {cause.rank} of {self.size} on {self.host} {cause.words}{colon}"]
+        return "\n".join(lines + cause.error)
 
 
-def _count(count: int, before: int) -> str:
-    return f"{count} {'other ' if not before else 'further '}rank{'s' * (count > 1)}"
+def _others(count: int) -> str:
+    return f"{count} other rank{'s' * (count > 1)}"

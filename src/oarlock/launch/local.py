@@ -244,9 +244,10 @@ def _pass_on(signals: _Signals, before: int, agent: LocalRanks, screen: Screen) 
 
 def _quiet_elastic() -> None:
     """The elastic agent's own remarks would bury the ranks' output."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    logger.propagate = False
-    logger.addHandler(logging.NullHandler())
+    for name in ("torch.distributed.elastic", "torchelastic-events-null"):
+        logger = logging.getLogger(name)
+        logger.propagate = False
+        logger.addHandler(logging.NullHandler())
     warnings.filterwarnings("ignore", module=r"torch\.distributed\.elastic")
 
 

@@ -7,7 +7,6 @@ import re
 import shutil
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import IO, TextIO
 _CURSOR = re.compile(r"\x1b\[[0-9;?]*[A-HJKSTfhln]")  # moves and erasures; colours stay
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _CHUNK = 1 << 20
+_MOST_WAITING = 500  # lines held back to be folded
 
 
 def last_state(text: str) -> str:
@@ -95,9 +95,8 @@ class Tail:
         return [text] if text else []
 
 
-@dataclass
+@dataclass(eq=False)
 class _Entry:
-    number: int
     text: str
     to_errors: bool
     since: float
@@ -108,46 +107,54 @@ class Folder:
     """Folds a line that several ranks print within a short time into one.
 
     Each rank's own lines keep their order: a rank joins a waiting line only if that comes after
-    the last one it had a part in.
+    the last one it had a part in, and a line that is only its own is put right behind that one.
+    Between ranks the order may change, by no more than the window.
     """
 
     def __init__(self, size: int, window: float = 0.5) -> None:
         self.size, self.window = size, window
-        self._waiting: deque[_Entry] = deque()
-        self._by_text: dict[tuple[str, bool], list[_Entry]] = {}
-        self._last: dict[int, int] = {}
-        self._count = 0
+        self._waiting: list[_Entry] = []
+        self._last: dict[int, _Entry] = {}
+        self._first_line: float | None = None
 
     def add(self, rank: int, text: str, to_errors: bool, now: float) -> None:
         """Take a line of a rank."""
-        same = self._by_text.setdefault((text, to_errors), [])
-        for entry in same:
-            if rank not in entry.ranks and entry.number > self._last.get(rank, -1):
+        if self._first_line is None:
+            self._first_line = now
+        last = self._last.get(rank)
+        after = self._waiting.index(last) + 1 if last in self._waiting else 0
+        for entry in self._waiting[after:]:
+            if entry.text == text and entry.to_errors == to_errors:
                 break
         else:
-            entry = _Entry(self._count, text, to_errors, now)
-            self._count += 1
-            self._waiting.append(entry)
-            same.append(entry)
+            entry = _Entry(text, to_errors, now)
+            self._waiting.insert(after, entry)
         entry.ranks.add(rank)
-        self._last[rank] = entry.number
+        self._last[rank] = entry
 
     def due(self, now: float, everything: bool = False) -> list[tuple[str, bool]]:
         """The lines to show now, prefixed, each with whether it goes to the error stream."""
-        ready = []
-        while self._waiting:
-            entry = self._waiting[0]
-            whole = len(entry.ranks) == self.size
-            if not (everything or whole or now - entry.since >= self.window):
-                break
-            self._waiting.popleft()
-            same = self._by_text[entry.text, entry.to_errors]
-            same.remove(entry)
-            if not same:
-                del self._by_text[entry.text, entry.to_errors]
-            prefix = f"[{name_ranks(entry.ranks)}] " if self.size > 1 else ""
-            ready.append(((prefix + entry.text).rstrip(), entry.to_errors))
-        return ready
+        count = len(self._waiting)
+        if not everything:
+            oldest = now - self._window(now)
+            while count > 0:
+                entry = self._waiting[count - 1]
+                if entry.since <= oldest or count > _MOST_WAITING:
+                    break
+                count -= 1
+            while count < len(self._waiting) and len(self._waiting[count].ranks) == self.size:
+                count += 1
+        ready, self._waiting = self._waiting[:count], self._waiting[count:]
+        return [(self._prefixed(entry), entry.to_errors) for entry in ready]
+
+    def _window(self, now: float) -> float:
+        """Longer while the ranks start, since they don't all start in the same moment."""
+        starting = len(self._last) < self.size and now - (self._first_line or now) < 10
+        return 4 * self.window if starting else self.window
+
+    def _prefixed(self, entry: _Entry) -> str:
+        prefix = f"[{name_ranks(entry.ranks)}] " if self.size > 1 else ""
+        return (prefix + entry.text).rstrip()
 
 
 class Screen:
