@@ -74,7 +74,7 @@ class TrainSection(Section):
 
     output: Annotated[str, Field(min_length=1)] = "output"
     method: Literal["full", "lora"] = "lora"
-    epochs: PositiveInt | None = None
+    epochs: PositiveFloat | None = None
     steps: PositiveInt | None = None
     batch_size: PositiveInt = 16
     micro_batch_size: PositiveInt = 4
@@ -112,7 +112,7 @@ class TrainSection(Section):
         if wrong:
             raise ValueError("\n".join(wrong))
         if self.epochs is None and self.steps is None:
-            self.epochs = 1
+            self.epochs = 1.0
         if self.lr is None:
             self.lr = 2e-4 if self.method == "lora" else 2e-5
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import sys
 import tempfile
 import time
@@ -43,14 +44,15 @@ def demo(ranks: int | None = None, folder: str | Path | None = None) -> int:
     with as_file(files("oarlock.demo") / "questions.jsonl") as questions:
         config = load(None, settings(model, questions, output))
         checked = check_all(config, ranks or _default_ranks())
-        print("\n".join(checked.lines()), flush=True)
         claim(config)
         convert(config, checked)
-        status = _launch(config.output, checked.ranks, only=False)
+        # Alike in both runs: another number of threads rounds otherwise.
+        threads = max(1, (os.cpu_count() or 1) // checked.ranks)
+        status = _launch(config.output, checked.ranks, threads, only=False)
         if status:
             return status
         print(f"\nThe proof: the same {COMPARED_STEPS} steps again, on one rank.", flush=True)
-        status = _launch(config.output, 1, only=True)
+        status = _launch(config.output, 1, threads, only=True)
         if status:
             return status
     prove(config.output, checked.ranks)
@@ -113,8 +115,7 @@ def _copy(output: Path, ranks: str) -> Path:
     return output / "proof" / f"{ranks}.safetensors"
 
 
-def _launch(output: Path, ranks: int, only: bool) -> int:
-    from oarlock.finetune.screen import TERMINAL, terminal_path
+def _launch(output: Path, ranks: int, threads: int, only: bool) -> int:
     from oarlock.launch.local import launch
 
     copy = _copy(output, "one" if only else "all")
@@ -122,13 +123,12 @@ def _launch(output: Path, ranks: int, only: bool) -> int:
     run_file = output / ("one-rank/run.toml" if only else "run.toml")
     if only:
         _one_rank_file(output, run_file)
-    terminal = terminal_path()
     target = ["-m", "oarlock.demo.worker", str(run_file), str(copy), str(COMPARED_STEPS)]
     return launch(
         target + ["--only"] * only,
         ranks,
         log_dir=run_file.parent / "logs",
-        env={TERMINAL: terminal} if terminal else None,
+        env={"OMP_NUM_THREADS": str(threads)},
     )
 
 

@@ -119,14 +119,11 @@ def _start(config: RunConfig, ranks: int, resume: bool) -> int:
     """Run here when alone; otherwise start one process a rank."""
     if ranks == 1:
         return _one_rank(config, resume)
-    from oarlock.finetune.screen import TERMINAL, terminal_path
     from oarlock.launch.local import launch
 
-    terminal = terminal_path()
     target = ["-m", "oarlock.finetune.recipe", str(config.output / "run.toml")]
     return launch(
         target + ["--resume"] * resume,
         ranks,
         log_dir=config.output / "logs",
-        env={TERMINAL: terminal} if terminal else None,
     )

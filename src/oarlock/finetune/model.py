@@ -11,6 +11,7 @@ import difflib
 import json
 import os
 import struct
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -287,7 +288,10 @@ def quiet() -> Iterator[None]:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
     finally:
         logging.set_verbosity(verbosity)
         if bars:
@@ -479,6 +483,7 @@ def memory_of(model: Any) -> int:
 
 def quiet_environment() -> None:
     """Libraries' bars and notices off, also in processes that are started from here."""
+    os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

@@ -31,7 +31,7 @@ def steps_of(config: RunConfig, items: int) -> Steps:
         ConfigError: a warmup longer than the run.
     """
     per_epoch = -(-items // config.train.batch_size)
-    total = config.train.steps or (config.train.epochs or 1) * per_epoch
+    total = config.train.steps or math.ceil((config.train.epochs or 1) * per_epoch - 1e-9)
     wanted = config.train.warmup
     warmup = wanted if isinstance(wanted, int) else math.ceil(wanted * total)
     if warmup > total:

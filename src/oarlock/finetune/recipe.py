@@ -23,7 +23,7 @@ from oarlock.batches import Batch, Loader
 from oarlock.checkpoint import Checkpoints
 from oarlock.config import RunConfig, load
 from oarlock.engine.step import DataParallel, EvalResult, StepResult
-from oarlock.errors import CheckpointError
+from oarlock.errors import CheckpointError, SaveError
 from oarlock.finetune.export import export
 from oarlock.finetune.generate import answers, prompts_of
 from oarlock.finetune.loss import causal_lm_loss
@@ -83,15 +83,6 @@ class Parts:
         """Global batches used so far."""
         return self.loader.epoch * len(self.loader) + self.loader.step_in_epoch
 
-    def loss(self, model: Any, data: dict[str, Any]) -> tuple[torch.Tensor, int]:
-        """The engine's loss function."""
-        device = self.world.device
-        moved = {
-            k: v.to(device, non_blocking=True) if isinstance(v, torch.Tensor) and k != "keep" else v
-            for k, v in data.items()
-        }
-        return causal_lm_loss(model, moved)
-
     def settings(self) -> dict[str, Any]:
         """What a checkpoint remembers of the run beside its state."""
         lengths = hashlib.sha256(self.prepared.lengths.astype("int64").tobytes()).hexdigest()
@@ -103,8 +94,8 @@ class Parts:
             "method": self.config.train.method,
         }
 
-    def save(self) -> None:
-        """A checkpoint here. Collective."""
+    def save(self) -> bool:
+        """A checkpoint here. Collective. False where it could not be written now (it says why)."""
         tokenizer = self.loaded.tokenizer
 
         def extra(folder: Path) -> None:
@@ -113,6 +104,7 @@ class Parts:
         path = self.checkpoints.save(self.engine, self.loader, self.settings(), extra)
         if path is not None:
             self.screen.say(f"saved step {self.engine.steps_done}: {path}")
+        return path is not None
 
 
 def run(
@@ -210,6 +202,7 @@ def set_up(config: RunConfig, world: World, stop: Stop) -> Parts:
             world=world,
         )
     checkpoints = Checkpoints(output / "checkpoints", keep=train.keep)
+    checkpoints.check(engine)
     return Parts(
         config,
         world,
@@ -320,7 +313,7 @@ def _train(
     window_tokens, window_began = 0, time.monotonic()
     while parts.position < total:
         for batch in loader:
-            result = engine.step(batch, parts.loss)
+            result = engine.step(batch, causal_lm_loss)
             done = parts.position
             window_tokens += _tokens(parts, batch)
             if after_step is not None:
@@ -349,10 +342,16 @@ def _train(
                 stopping = _stop_agreed(parts)
                 window_tokens, window_began = 0, time.monotonic()
             due = train.save_every and done % train.save_every == 0
-            if stop_after is None and (stopping or due or done == total) and done != saved:
-                parts.save()
+            wanted = stop_after is None and (stopping or due or done == total)
+            if wanted and done != saved and parts.save():
                 saved = done
             if stopping and done < total:
+                if saved != done:
+                    raise SaveError(
+                        f"Stopped after step {done}, but it could not be saved: "
+                        f"{parts.checkpoints.last_problem}\n{_how_to_resume(parts.config)} "
+                        "(from the last good checkpoint)"
+                    )
                 return False
             if done >= total or done == stop_after:
                 return done >= total
@@ -375,7 +374,7 @@ def _evaluate(parts: Parts, metrics: Metrics) -> EvalResult | None:
     batches = iter(loader)
     loss, weight, rows = 0.0, 0.0, 0
     while chunk := list(itertools.islice(batches, EVAL_CHUNK)):
-        part = parts.engine.evaluate(chunk, parts.loss)
+        part = parts.engine.evaluate(chunk, causal_lm_loss)
         loss, weight, rows = loss + part.loss * part.weight, weight + part.weight, rows + part.rows
         if _stop_agreed(parts):
             return None

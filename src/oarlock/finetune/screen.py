@@ -13,15 +13,7 @@ import torch
 
 from oarlock.errors import ConfigError
 
-TERMINAL = "OARLOCK_TERMINAL"  # the launcher's terminal: a rank's own output is a pipe
-
-
-def terminal_path() -> str | None:
-    """This process's terminal, to be handed to the ranks; None where output is no terminal."""
-    try:
-        return os.ttyname(1) if sys.stdout.isatty() else None
-    except OSError:
-        return None
+TERMINAL = "OARLOCK_TERMINAL"  # set by the launcher, which shows a bar of rank 0 on its terminal
 
 
 class Screen:
@@ -30,7 +22,6 @@ class Screen:
     def __init__(self, speaks: bool, total: int = 0, done: int = 0) -> None:
         self.speaks, self.total = speaks, total
         self._bar: Any = None
-        self._tty: Any = None
         self._task: Any = None
         self._done, self._began = done, time.monotonic()
         self._first = done
@@ -39,8 +30,8 @@ class Screen:
         """Show the bar from here on, where there is a terminal."""
         self.total, self._done, self._first = total, done, done
         self._began = time.monotonic()
-        path = os.environ.get(TERMINAL) or terminal_path()
-        if not self.speaks or not path or os.environ.get("TERM") == "dumb":
+        shown = sys.stdout.isatty() or bool(os.environ.get(TERMINAL))
+        if not self.speaks or not shown or os.environ.get("TERM") == "dumb":
             return
         from rich.console import Console
         from rich.progress import (
@@ -51,10 +42,6 @@ class Screen:
             TimeRemainingColumn,
         )
 
-        try:
-            self._tty = open(path, "w", encoding="utf-8")  # noqa: SIM115 - closed in close()
-        except OSError:
-            return
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -62,7 +49,7 @@ class Screen:
             TextColumn("{task.fields[numbers]}"),
             TextColumn("left"),
             TimeRemainingColumn(),
-            console=Console(file=self._tty, force_terminal=True),
+            console=Console(force_terminal=True),
         )
         self._task = self._bar.add_task("step", total=total, completed=done, numbers="")
         self._bar.start()
@@ -101,7 +88,6 @@ class Screen:
         """Take the bar away."""
         if self._bar is not None:
             self._bar.stop()
-            self._tty.close()
             self._bar = None
 
 
