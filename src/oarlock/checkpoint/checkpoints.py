@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 
@@ -83,8 +83,11 @@ class Checkpoints:
             raise ConfigError(f"keep is {keep!r}; it must be a whole number, at least 1.")
         self.folder, self.keep = _path(folder, "folder"), keep
         self.last_problem: str | None = None
-        if self.folder.is_file():
-            raise ConfigError(f"{self.folder} is a file; checkpoints need a folder.")
+        try:
+            if self.folder.is_file():
+                raise ConfigError(f"{self.folder} is a file; checkpoints need a folder.")
+        except OSError as error:
+            raise ConfigError(f"folder is {self.folder}: {error.strerror}.") from error
 
     # -- looking -------------------------------------------------------------------------------
 
@@ -238,6 +241,26 @@ class Checkpoints:
         return text
 
     # -- loading -------------------------------------------------------------------------------
+
+    @overload
+    def load(
+        self,
+        engine: Any,
+        loader: Any = None,
+        path: str | Path | None = None,
+        *,
+        missing_ok: Literal[False] = False,
+    ) -> Loaded: ...
+
+    @overload
+    def load(
+        self,
+        engine: Any,
+        loader: Any = None,
+        path: str | Path | None = None,
+        *,
+        missing_ok: bool,
+    ) -> Loaded | None: ...
 
     def load(
         self,

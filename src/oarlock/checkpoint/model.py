@@ -89,7 +89,7 @@ def base_hashes(model: nn.Module) -> dict[str, str]:
         for name, tensor in base.items():
             value = plain(tensor, name)
             digest = hashlib.sha256(str(describe(value)).encode())
-            digest.update(memoryview(as_bytes(value).numpy()))
+            digest.update(as_bytes(value).numpy().data)
             known[name] = digest.hexdigest()
         _known_bases[model] = known
     return known

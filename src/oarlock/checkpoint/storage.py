@@ -5,6 +5,7 @@ Nothing here knows what is inside a checkpoint.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
 import json
@@ -273,20 +274,32 @@ def _sync_folder(path: Path) -> None:
 
 
 def _put(partial: Path, target: Path) -> None:
-    """Give the finished folder its name. An older save of the same step steps aside first."""
+    """Give the finished folder its name; an older save of the same step makes way for it."""
     if not target.exists():
         os.rename(partial, target)
         _sync_folder(target.parent)
         return
-    replaced = _work_path(target, "replaced")
-    os.rename(target, replaced)
-    try:
-        os.rename(partial, target)  # killed before this: tidy() puts the older one back
-    except BaseException:
-        os.rename(replaced, target)
-        raise
+    old = partial
+    if not _exchange(partial, target):
+        old = _work_path(target, "replaced")
+        os.rename(target, old)
+        try:
+            os.rename(partial, target)  # killed before this: tidy() puts the older one back
+        except BaseException:
+            os.rename(old, target)
+            raise
     _sync_folder(target.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two names in one go. False where the system or the file system cannot."""
+    try:
+        renameat2 = ctypes.CDLL(None).renameat2  # Linux
+    except (AttributeError, OSError, TypeError):
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
 
 
 def _rotate(folder: Path, keep: int, saved: Checkpoint) -> None:
