@@ -8,9 +8,9 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,7 @@ _RECORD = 12  # int64 numbers in an announcement: kind, then up to 11 of the cal
 _current: World | None = None
 _shared: list[World] = []  # the worlds of several ranks that this process joined
 _joins = 0
-_hooked = False
+_plain_hook: Callable[..., Any] | None = None  # what printed errors before us
 
 
 def current() -> World:
@@ -420,21 +420,22 @@ def _roll_call(world: World, store: dist.Store, deadline: float) -> None:
             f"pid {os.getpid()} on {world.host}.\nGive each process its own RANK, 0 to "
             f"{world.size - 1}."
         )
-        store.set("refused", message)
-        raise WorldError(message)
+        _refuse(world, store, message)
     store.set(f"host/{world.rank}", me)
     missing = list(range(world.size))
     try:
         while missing:
             if store.check(["refused"]):
-                raise WorldError(store.get("refused").decode())
+                _refuse(world, store, store.get("refused").decode())
             missing = [r for r in missing if not store.check([f"host/{r}"])]
             if missing and time.monotonic() > deadline:
                 names = ", ".join(map(str, missing))
-                raise WorldError(
+                _refuse(
+                    world,
+                    store,
                     f"Rank{'s' * (len(missing) > 1)} {names} of {world.size} did not arrive within "
                     f"{world.timeout:g} s (waited for on rank {world.rank}, {world.host}).\n"
-                    "Were they started? Do they have the same MASTER_ADDR and MASTER_PORT?"
+                    "Were they started? Do they have the same MASTER_ADDR and MASTER_PORT?",
                 )
             if missing:
                 time.sleep(0.02)
@@ -456,10 +457,20 @@ def _unique_devices(world: World, store: dist.Store) -> None:
         host, _, identity = store.get(f"host/{rank}").decode().split("\n")
         first = seen.setdefault((host, identity), rank)
         if identity and first != rank:
-            raise WorldError(
+            _refuse(
+                world,
+                store,
                 f"Ranks {first} and {rank} on {host} were given the same device ({identity}).\n"
-                "Check LOCAL_RANK and CUDA_VISIBLE_DEVICES."
+                "Check LOCAL_RANK and CUDA_VISIBLE_DEVICES.",
             )
+
+
+def _refuse(world: World, store: dist.Store, message: str) -> NoReturn:
+    """Raise, on all ranks: rank 0, which keeps the store, stays until the others have read it."""
+    store.set("refused", message)
+    if world.is_main:
+        time.sleep(1.0)
+    raise WorldError(message)
 
 
 def _device_identity(device: torch.device) -> str:
@@ -474,32 +485,32 @@ def _print_errors_well() -> None:
     Destroying a process group waits for peers that will never come, so after an error in a world
     of several ranks the process exits at once: launcher and peers then notice within moments.
     """
-    global _hooked
-    if _hooked:
-        return
-    _hooked = True
-    before = sys.excepthook
+    global _plain_hook
+    if sys.excepthook is not _hook:
+        if _plain_hook is None:
+            _plain_hook = sys.excepthook
+        sys.excepthook = _hook
 
-    def hook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
-        ours = isinstance(error, OarlockError)
-        if ours and not os.environ.get("OARLOCK_TRACEBACK"):
-            print(f"{kind.__name__}: {error}", file=sys.stderr)
-        else:
-            before(kind, error, tb)
-        status = error.exit_status if isinstance(error, OarlockError) else 1
-        if any(not w.closed or w._failed for w in _shared):
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(130 if isinstance(error, KeyboardInterrupt) else status)
-        if ours:
-            raise SystemExit(status)  # in a hook, this sets the status of an orderly exit
 
-    sys.excepthook = hook
+def _hook(kind: type[BaseException], error: BaseException, tb: TracebackType | None) -> None:
+    ours = isinstance(error, OarlockError)
+    if ours and not os.environ.get("OARLOCK_TRACEBACK"):
+        print(f"{kind.__name__}: {error}", file=sys.stderr)
+    else:
+        (_plain_hook or sys.__excepthook__)(kind, error, tb)
+    status = error.exit_status if isinstance(error, OarlockError) else 1
+    if any(not w.closed or w._failed for w in _shared):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(130 if isinstance(error, KeyboardInterrupt) else status)
+    if ours:
+        raise SystemExit(status)  # in a hook, this sets the status of an orderly exit
 
 
 def _end_well(world: World) -> None:
     """At the end of the script, leave in order."""
     _shared.append(world)
+    _print_errors_well()  # again: PyTorch's process group has put a hook of its own over it
 
     def leave() -> None:
         try:
