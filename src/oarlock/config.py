@@ -174,7 +174,8 @@ def load(path: str | Path | None, overrides: dict[str, object] | None = None) ->
     Raises:
         ConfigError: with every mistake in it.
     """
-    text, table, name = "", {}, "The command line"
+    table: dict[str, Any] = {}
+    text, name = "", "The command line"
     if path is not None:
         name = str(path)
         text, table = _read(Path(path))

@@ -19,7 +19,7 @@ TOLERANCE = 1e-5
 # Asked before and after. The last two are phrased differently from the rows that are trained.
 QUESTIONS = [
     "What is a global batch in Oarlock?",
-    "What happens in Oarlock if the loss is NaN?",
+    "What does Oarlock do if the loss becomes NaN?",
     "How can I resume my Oarlock run?",
 ]
 
@@ -42,8 +42,9 @@ def demo(ranks: int | None = None, folder: str | Path | None = None) -> int:
     from oarlock.finetune.command import claim, convert
 
     with as_file(files("oarlock.demo") / "questions.jsonl") as questions:
-        config = load(None, settings(model, questions, output))
-        checked = check_all(config, ranks or _default_ranks())
+        count = ranks or _default_ranks()
+        config = load(None, settings(model, questions, output, count))
+        checked = check_all(config, count)
         claim(config)
         convert(config, checked)
         # Alike in both runs: another number of threads rounds otherwise.
@@ -60,8 +61,8 @@ def demo(ranks: int | None = None, folder: str | Path | None = None) -> int:
     return 0
 
 
-def settings(model: Path, questions: Path, output: Path) -> dict[str, object]:
-    """The demo's run file, as overrides."""
+def settings(model: Path, questions: Path, output: Path, ranks: int = 2) -> dict[str, object]:
+    """The demo's run file, as overrides. Small micro-batches only where many ranks want some."""
     return {
         "model.path": str(model),
         "data.train": str(questions),
@@ -69,8 +70,8 @@ def settings(model: Path, questions: Path, output: Path) -> dict[str, object]:
         "train.output": str(output),
         "train.method": "lora",
         "train.epochs": 8,
-        "train.batch_size": 14,
-        "train.micro_batch_size": 7,
+        "train.batch_size": 8,
+        "train.micro_batch_size": max(1, min(4, 8 // ranks)),
         "train.lr": 2e-3,
         "train.schedule": "linear",
         "train.warmup": 2,
@@ -136,7 +137,13 @@ def _one_rank_file(output: Path, run_file: Path) -> None:
     """The same settings, with the model that is already converted and an output of its own."""
     from oarlock.config import dump, load
 
-    changed = {"model.path": str(output / "base"), "train.output": str(run_file.parent)}
+    changed: dict[str, object] = {
+        "model.path": str(output / "base"),
+        "train.output": str(run_file.parent),
+    }
+        "model.path": str(output / "base"),
+        "train.output": str(run_file.parent),
+    }
     run_file.parent.mkdir(exist_ok=True)
     run_file.write_text(dump(load(output / "run.toml", changed)), "utf-8")
 

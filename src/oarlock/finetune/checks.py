@@ -110,12 +110,12 @@ def check_all(config: RunConfig, ranks: int | None, *, resuming: bool = False) -
         load_tokenizer,
         memory_of,
         quiet_environment,
-        resolve,
         set_dropout,
         skeleton,
     )
-    from oarlock.finetune.recipe import prepare_data
+    from oarlock.finetune.modelfiles import resolve
     from oarlock.finetune.screen import check_tensorboard
+    from oarlock.finetune.setup import prepare_data
 
     quiet_environment()
     size = ranks_for(config, ranks)

@@ -107,6 +107,7 @@ def _whole(
 ) -> Exported:
     from transformers import AutoModelForCausalLM
 
+    again: Any
     with replace_folder(folder) as fresh:
         with quiet():
             model.save_pretrained(fresh)

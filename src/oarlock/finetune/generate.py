@@ -38,7 +38,7 @@ def prompts_of(config: RunConfig, prepared: Prepared) -> list[Prompt]:
             ids = tokenizer(whole, add_special_tokens=not chat)["input_ids"]
             out.append(Prompt(list(ids), text))
         return out
-    rows = prepared.eval if prepared.eval is not None else prepared.train
+    rows: Any = prepared.eval if prepared.eval is not None else prepared.train
     rows = getattr(rows, "examples", rows)
     out = []
     for i in range(min(samples.count, len(rows))):
