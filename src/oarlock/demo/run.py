@@ -141,9 +141,6 @@ def _one_rank_file(output: Path, run_file: Path) -> None:
         "model.path": str(output / "base"),
         "train.output": str(run_file.parent),
     }
-        "model.path": str(output / "base"),
-        "train.output": str(run_file.parent),
-    }
     run_file.parent.mkdir(exist_ok=True)
     run_file.write_text(dump(load(output / "run.toml", changed)), "utf-8")
 
