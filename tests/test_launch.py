@@ -119,6 +119,14 @@ def test_a_line_of_all_ranks_is_shown_at_once_and_streams_stay_apart() -> None:
     assert folder.due(2.0) == [("[ranks 0-1] y", False)]
 
 
+def test_lines_that_differ_are_shown_in_the_order_in_which_they_came() -> None:
+    folder = Folder(3)
+    for rank in (0, 2, 1):
+        folder.add(rank, f"I am {rank}", False, 0.0)
+    shown = [text for text, _ in folder.due(9.0)]
+    assert shown == ["[rank 0] I am 0", "[rank 2] I am 2", "[rank 1] I am 1"]
+
+
 def test_one_rank_has_no_prefix() -> None:
     folder = Folder(1)
     folder.add(0, "plain", False, 0.0)
@@ -376,6 +384,26 @@ def test_a_killed_rank_and_a_crash_in_compiled_code(script: Callable[[str], str]
     assert status == 134
     assert shown.endswith("terminate called after throwing\n  what():  size 4 vs 8\n")
     assert "killed by SIGABRT" in shown
+
+
+def test_a_rank_that_the_others_waited_for_is_named(script: Callable[[str], str]) -> None:
+    path = script(
+        """
+        from oarlock.errors import PeerLostError
+        def stuck():
+            time.sleep(60)
+        meet()
+        if rank == 1:
+            stuck()
+        raise PeerLostError(f"rank {rank} waited in vain")
+        """
+    )
+    status, shown, seconds = run([path], 2)
+    assert status == 4
+    assert seconds < 10
+    assert "  Rank 1 was still running, at:\n" in shown
+    assert "in stuck\n" in shown
+    assert shown.endswith("PeerLostError: rank 0 waited in vain\n")
 
 
 def test_one_rank_alone_reads_like_plain_python(script: Callable[[str], str]) -> None:

@@ -76,9 +76,11 @@ class LocalRanks(SimpleElasticAgent):
         super().__init__(spec, exit_barrier_timeout=30)
         self.folders, self.env, self.tick = folders, dict(env), tick
         self.exits: list[Exit] = []
+        self.still_running: list[int] = []  # ranks that others waited for in vain
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._all: list[subprocess.Popen[bytes]] = []
         self._asked_at: float | None = None
+        self._stacks_asked = False
         self._killed = False
         self._oom_kills = _oom_kills()
 
@@ -171,6 +173,8 @@ class LocalRanks(SimpleElasticAgent):
                 continue
             del self._running[rank]
             stopped = self._killed or self._asked_at is not None
+            # Asked for its stack before it could listen, a rank dies of the question
+            stopped |= self._stacks_asked and code == -signal.SIGUSR2
             ended = Exit(rank, code, time.time(), stopped, self.folders[rank])
             if code == -signal.SIGKILL and not stopped:
                 ended.out_of_memory = _oom_kills() > self._oom_kills
@@ -186,7 +190,13 @@ class LocalRanks(SimpleElasticAgent):
         now = time.time()
         if self._asked_at is None:
             waited = now - min(e.seen for e in failed)
-            if waited >= HOLD or any(not e.follow_on for e in failed):
+            caused = any(not e.follow_on for e in failed)
+            if waited >= HOLD / 2 and not caused and not self._stacks_asked:
+                # They waited for a rank that still runs: have it say where it is.
+                self._stacks_asked = True
+                self.still_running = sorted(self._running)
+                self.send(signal.SIGUSR2)
+            if waited >= HOLD or caused:
                 self.send(signal.SIGTERM)
                 self._asked_at = now
         elif now - self._asked_at >= GRACE and not self._killed:

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from oarlock.launch.output import last_state
+from oarlock.launch.output import last_state, name_ranks
 from oarlock.launch.worker import mentions_lost_peer
 
 _LINES = 25  # of an error; a screen has room for them and the few lines above
@@ -162,6 +162,7 @@ class Outcome:
     seconds: float
     folder: Path
     asked: int | None = None  # the signal with which the user stopped it
+    still_running: Sequence[int] = ()  # ranks that the others waited for in vain
     host: str = field(default_factory=socket.gethostname)
 
     @cached_property
@@ -204,10 +205,39 @@ class Outcome:
             lines.append(f"  Rank {other.rank} failed too: {other.same_as[:150]}")
         if len(own) > 3:
             lines.append(f"  {_others(len(own) - 3)} failed too.")
+        if cause.follow_on:
+            lines += self._waited_for()
         lines.append(f"  Logs of all ranks: {self.folder}")
         colon = ":" if cause.error else "."
         lines += ["", f"Rank {cause.rank} of {self.size} on {self.host} {cause.words}{colon}"]
         return "\n".join(lines + cause.error)
+
+    def _waited_for(self) -> list[str]:
+        """No rank had a cause of its own: who was it that the others waited for?"""
+        lines = []
+        left = [e.rank for e in self.exits if e.code == 0]
+        if left:
+            lines.append(f"  {_named(left)} had ended already, with exit status 0.")
+        for rank in self.still_running:
+            entry = next((e for e in self.exits if e.rank == rank), None)
+            where = _stack_of(entry.folder) if entry is not None and entry.stopped else []
+            lines.append(f"  Rank {rank} was still running{', at:' if where else '.'}")
+            lines += [f"  {line}" for line in where]
+        return lines
+
+
+def _stack_of(folder: Path, most: int = 4) -> list[str]:
+    """The innermost frames of the stack that a rank was asked for."""
+    lines = _end_of(folder / "stderr.log").splitlines()
+    starts = [i for i, s in enumerate(lines) if "(most recent call first):" in s]
+    if not starts:
+        return []
+    frames = [s for s in lines[starts[-1] + 1 :] if s.startswith("  File ")]
+    return [s for s in frames if not _FRAME.match(s)][:most]
+
+
+def _named(ranks: list[int]) -> str:
+    return name_ranks(ranks).capitalize()
 
 
 def _others(count: int) -> str:

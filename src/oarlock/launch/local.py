@@ -226,7 +226,7 @@ def _run(target: list[str], ranks: int, root: Path, env: dict[str, str], screen:
         finally:
             output.close()
     asked = signals.first if passed_on else None
-    return Outcome(agent.exits, ranks, time.monotonic() - begin, root, asked)
+    return Outcome(agent.exits, ranks, time.monotonic() - begin, root, asked, agent.still_running)
 
 
 def _pass_on(signals: _Signals, before: int, agent: LocalRanks, screen: Screen) -> None:

@@ -106,9 +106,8 @@ class _Entry:
 class Folder:
     """Folds a line that several ranks print within a short time into one.
 
-    Each rank's own lines keep their order: a rank joins a waiting line only if that comes after
-    the last one it had a part in, and a line that is only its own is put right behind that one.
-    Between ranks the order may change, by no more than the window.
+    Each rank's own lines keep their order. Where a rank said something of its own before a line
+    that others had said already, its own lines move up in front of that one.
     """
 
     def __init__(self, size: int, window: float = 0.5) -> None:
@@ -121,16 +120,32 @@ class Folder:
         """Take a line of a rank."""
         if self._first_line is None:
             self._first_line = now
-        last = self._last.get(rank)
-        after = self._waiting.index(last) + 1 if last in self._waiting else 0
-        for entry in self._waiting[after:]:
-            if entry.text == text and entry.to_errors == to_errors:
-                break
-        else:
+        entry = self._place(rank, text, to_errors)
+        if entry is None:
             entry = _Entry(text, to_errors, now)
-            self._waiting.insert(after, entry)
+            self._waiting.append(entry)
         entry.ranks.add(rank)
         self._last[rank] = entry
+
+    def _place(self, rank: int, text: str, to_errors: bool) -> _Entry | None:
+        """The waiting line that this one can join."""
+        last = self._last.get(rank)
+        begin = self._waiting.index(last) + 1 if last in self._waiting else 0
+        for entry in self._waiting[begin:]:
+            if entry.text == text and entry.to_errors == to_errors:
+                return entry
+        own: list[_Entry] = []
+        for at in range(begin - 1, -1, -1):
+            entry = self._waiting[at]
+            if entry.ranks == {rank}:
+                own.insert(0, entry)
+            elif rank in entry.ranks:
+                return None  # shared with others: it cannot move
+            elif entry.text == text and entry.to_errors == to_errors:
+                rest = [e for e in self._waiting[at:] if e not in own]
+                self._waiting[at:] = own + rest
+                return entry
+        return None
 
     def due(self, now: float, everything: bool = False) -> list[tuple[str, bool]]:
         """The lines to show now, prefixed, each with whether it goes to the error stream."""

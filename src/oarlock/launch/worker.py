@@ -75,7 +75,9 @@ def _tie_to_launcher() -> None:
         reconfigure(line_buffering=True)
     try:
         faulthandler.enable()  # a crash in compiled code then names the line of Python
-    except (OSError, ValueError, RuntimeError):
+        # The launcher asks a rank that others waited for in vain where it is.
+        faulthandler.register(signal.SIGUSR2, all_threads=False)
+    except (OSError, ValueError, RuntimeError, AttributeError):
         pass
 
 
