@@ -333,7 +333,7 @@ def test_the_failing_ranks_own_error_is_last(script: Callable[[str], str]) -> No
     )
     status, shown, seconds = run([path], 3)
     assert status == 1
-    assert seconds < 8  # the siblings are gone within 5 s
+    assert seconds < 15  # they would sleep for 60 s; the start of Python counts too
     assert shown.startswith("[ranks 0-2] working\n")
     assert shown.count("boom on rank 1") == 2  # the source line and the message
     assert shown.endswith('raise ValueError("boom on rank 1")\nValueError: boom on rank 1\n')
@@ -377,7 +377,7 @@ def test_a_killed_rank_and_a_crash_in_compiled_code(script: Callable[[str], str]
         """
     )
     status, shown, seconds = run([path, "kill"], 2)
-    assert (status, seconds < 8) == (137, True)
+    assert (status, seconds < 15) == (137, True)
     assert "Rank 1 of 2" in shown.splitlines()[-1]
     assert "was killed by SIGKILL" in shown.splitlines()[-1]
     status, shown, _ = run([path, "abort"], 2)
@@ -400,7 +400,7 @@ def test_a_rank_that_the_others_waited_for_is_named(script: Callable[[str], str]
     )
     status, shown, seconds = run([path], 2)
     assert status == 4
-    assert seconds < 10
+    assert seconds < 15
     assert "  Rank 1 was still running, at:\n" in shown
     assert "in stuck\n" in shown
     assert shown.endswith("PeerLostError: rank 0 waited in vain\n")
