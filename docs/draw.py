@@ -237,7 +237,11 @@ WAY = (
     ),
 )
 BESIDE = {
-    0: ("same step on all ranks?", "engine/agreement.py", "Agreement.reach"),
+    3: (
+        "before the last backward: same step on all ranks?",
+        "engine/agreement.py",
+        "Agreement.reach",
+    ),
     4: ("Σ loss, Σ weight, used", "engine/totals.py", "Closing"),
     5: ("BatchNorm and other buffers", "engine/buffers.py", "Buffers.finish"),
     7: ("not finite: who, which rows", "engine/nonfinite.py", "NonFinite.handle"),
