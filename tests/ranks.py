@@ -66,6 +66,11 @@ def run_failing(
 
 
 def _outcomes(fn: Callable[..., Any], size: int, args: tuple, timeout: float) -> list[Any]:
+    # What every child would otherwise import anew, for seconds: an optimizer loads torch._dynamo.
+
+    import oarlock.batches
+    import oarlock.engine.step  # noqa: F401
+
     context = multiprocessing.get_context("fork")
     box = context.Queue()
     port = free_port()
