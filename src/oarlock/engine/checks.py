@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -126,7 +127,12 @@ def describe(
 
 
 def check_settings(
-    sharding: int | str, clip_norm: float | None, bucket_mb: float, guard_every: int, nonfinite: str
+    sharding: int | str,
+    clip_norm: float | None,
+    bucket_mb: float,
+    guard_every: int,
+    nonfinite: str,
+    seed: int,
 ) -> None:
     """The engine's own numbers. ConfigError where one is impossible."""
     if sharding not in (0, "auto"):
@@ -134,14 +140,20 @@ def check_settings(
             f"sharding is {sharding!r}; this version has 0 (every rank keeps everything whole) "
             "and 'auto', which chooses it."
         )
-    if clip_norm is not None and not clip_norm > 0:
+    if clip_norm is not None and not (_is_number(clip_norm) and clip_norm > 0):
         raise ConfigError(f"clip_norm is {clip_norm!r}; it must be a positive number, or None.")
-    if not bucket_mb > 0:
+    if not (_is_number(bucket_mb) and 0 < bucket_mb < math.inf):
         raise ConfigError(f"bucket_mb is {bucket_mb!r}; it must be a positive number of MiB.")
     if not isinstance(guard_every, int) or guard_every < 0:
         raise ConfigError(f"guard_every is {guard_every!r}; it must be a whole number (0: never).")
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ConfigError(f"seed is {seed!r}; it must be a whole number, at least 0.")
     if nonfinite not in NONFINITE:
         raise ConfigError(f"nonfinite is {nonfinite!r}; it must be one of {', '.join(NONFINITE)}.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def check_loss(answer: Any) -> tuple[Tensor, float]:
@@ -159,9 +171,9 @@ def check_loss(answer: Any) -> tuple[Tensor, float]:
             "Sum over the items: reduction='sum', or loss.sum()."
         )
     number = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not number >= 0:
+    if not _is_number(number) or not 0 <= number < math.inf:
         raise SetupError(
-            f"loss_fn must return a weight that is a number and not negative, not {weight!r}."
+            f"loss_fn must return a weight that is a finite number and not negative, not {weight!r}."
         )
     if not loss.requires_grad and number and torch.is_grad_enabled():
         raise SetupError(

@@ -117,7 +117,7 @@ class DataParallel:
         seed: int = 0,
         overlap: bool = True,
     ) -> None:
-        check_settings(sharding, clip_norm, bucket_mb, guard_every, nonfinite)
+        check_settings(sharding, clip_norm, bucket_mb, guard_every, nonfinite, seed)
         self.world = world or current()
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         trainable = check_model(model, self.world)

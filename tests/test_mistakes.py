@@ -1,0 +1,494 @@
+"""What a user can get wrong with the engine: each is refused early, on every rank, and named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_failing, run_ranks
+from torch import Tensor, nn
+
+import oarlock
+from oarlock.batches import Batch, MicroBatch
+from oarlock.errors import OarlockError
+
+SGD = torch.optim.SGD
+
+
+def _net() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+
+
+def _loss(model: nn.Module, data: Tensor) -> tuple[Tensor, int]:
+    return model(data).square().sum(), len(data)
+
+
+def _engine(world: oarlock.World, **options: Any) -> oarlock.DataParallel:
+    torch.manual_seed(0)
+    model = _net()
+    return oarlock.DataParallel(model, SGD(model.parameters(), lr=0.1), world, **options)
+
+
+def _loader(world: oarlock.World, rows: int = 8, batch: int = 4, **options: Any) -> oarlock.Loader:
+    data = torch.linspace(-1, 1, 2 * rows).view(rows, 2)
+    return oarlock.Loader(data, batch, options.pop("micro", 1), world=world, **options)
+
+
+def _said(action: Callable[[], Any]) -> tuple[str, str]:
+    """The class and the message of what ``action`` raises."""
+    try:
+        action()
+    except OarlockError as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+# -- at construction, on one rank ---------------------------------------------------------------
+
+
+def _wrapped() -> tuple[Any, Any]:
+    model = _net()
+    return nn.DataParallel(model), SGD(model.parameters(), lr=0.1)
+
+
+def _stranger() -> tuple[Any, Any]:
+    model = _net()
+    return model, SGD([*model.parameters(), nn.Parameter(torch.ones(5, 7))], lr=0.1)
+
+
+def _copied() -> tuple[Any, Any]:
+    return _net(), SGD(_net().parameters(), lr=0.1)
+
+
+def _forgetful() -> tuple[Any, Any]:
+    model = _net()
+    return model, SGD(model[0].parameters(), lr=0.1)  # type: ignore[index]
+
+
+def _lazy() -> tuple[Any, Any]:
+    model = nn.Sequential(nn.LazyLinear(3))
+    return model, SGD(model.parameters(), lr=0.1)
+
+
+def _complex() -> tuple[Any, Any]:
+    model = _net()
+    model.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    return model, SGD(model.parameters(), lr=0.1)
+
+
+def _sparse() -> tuple[Any, Any]:
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True))
+    return model, SGD(model.parameters(), lr=0.1)
+
+
+def _frozen() -> tuple[Any, Any]:
+    model = _net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    model.requires_grad_(False)
+    return model, optimizer
+
+
+def _of(kind: Any) -> Callable[[], tuple[Any, Any]]:
+    def build() -> tuple[Any, Any]:
+        model = _net()
+        return model, kind(model.parameters())
+
+    return build
+
+
+@pytest.mark.parametrize(
+    ("build", "words"),
+    [
+        (_wrapped, ["wrapped in DataParallel", "model.module"]),
+        (_stranger, ["1 parameter(s) that the model has not", "[5, 7]"]),
+        (_copied, ["4 parameter(s) that the model has not", "[3, 2]"]),
+        (_forgetful, ["does not hold 2 trainable", "2.weight, 2.bias"]),
+        (_lazy, ["Lazy parameters", "0.weight", "one forward"]),
+        (_complex, ["phase", "view_as_real"]),
+        (_sparse, ["0 gives sparse gradients", "sparse=False"]),
+        (_frozen, ["No parameter of the model is trainable"]),
+        (_of(torch.optim.LBFGS), ["LBFGS", "closure"]),
+        (_of(torch.optim.SparseAdam), ["SparseAdam"]),
+        (lambda: (_net(), "adam"), ["optimizer is a str"]),
+        (lambda: ("model", None), ["model is a str"]),
+        (lambda: (nn.Linear(2, 2, device="meta"), None), ["weight, bias on meta", ".to("]),
+    ],
+)
+def test_what_cannot_be_trained(build: Callable[[], tuple[Any, Any]], words: list[str]) -> None:
+    model, optimizer = build()
+    kind, message = _said(lambda: oarlock.DataParallel(model, optimizer, oarlock.World("cpu")))
+    assert kind == "SetupError"
+    for word in words:
+        assert word in message
+
+
+def test_schedulers_that_do_not_fit() -> None:
+    schedulers = torch.optim.lr_scheduler
+    model = _net()
+    optimizer, other = SGD(model.parameters(), lr=0.1), SGD(model.parameters(), lr=0.1)
+    for scheduler, words in (
+        (schedulers.ReduceLROnPlateau(optimizer), "ReduceLROnPlateau needs a measured value"),
+        (schedulers.ConstantLR(other), "of this very optimizer"),
+        (0.1, "must be a learning-rate scheduler"),
+    ):
+        kind, message = _said(
+            lambda s=scheduler: oarlock.DataParallel(  # type: ignore[misc]
+                model, optimizer, oarlock.World("cpu"), scheduler=s
+            )
+        )
+        assert kind == "SetupError"
+        assert words in message
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip_norm": 0},
+        {"clip_norm": -1.0},
+        {"clip_norm": float("nan")},
+        {"clip_norm": "1"},
+        {"bucket_mb": 0},
+        {"bucket_mb": -3},
+        {"bucket_mb": float("nan")},
+        {"bucket_mb": "25"},
+        {"guard_every": -1},
+        {"guard_every": 1.5},
+        {"nonfinite": "ignore"},
+        {"precision": "fp8"},
+        {"precision": None},
+        {"sharding": 7},
+        {"seed": "x"},
+        {"seed": -1},
+    ],
+    ids=str,
+)
+def test_impossible_settings(options: dict[str, Any]) -> None:
+    kind, message = _said(lambda: _engine(oarlock.World("cpu"), **options))
+    (name, value) = next(iter(options.items()))
+    assert kind in ("ConfigError", "SetupError")
+    assert message.startswith(f"{name} is {value!r}; ")
+
+
+# -- in the first step, on one rank -------------------------------------------------------------
+
+
+def _vector(model: nn.Module, data: Tensor) -> Any:
+    return model(data).square().sum(1), len(data)
+
+
+def _detached(model: nn.Module, data: Tensor) -> Any:
+    return model(data).detach().sum(), len(data)
+
+
+LOSSES: list[tuple[Callable[[nn.Module, Tensor], Any], str, list[str]]] = [
+    (_vector, "SetupError", ["scalar tensor", "not [1]", "reduction='sum'"]),
+    (_detached, "SetupError", ["does not depend on any trainable parameter"]),
+    (lambda m, d: _loss(m, d)[0], "SetupError", ["(loss_sum, weight)", "returned a Tensor"]),
+    (lambda m, d: (*_loss(m, d), 1), "SetupError", ["(loss_sum, weight)", "returned a tuple"]),
+    (lambda m, d: None, "SetupError", ["(loss_sum, weight)", "returned a NoneType"]),
+    (lambda m, d: (1.5, 2), "SetupError", ["scalar tensor", "not float"]),
+    (lambda m, d: (_loss(m, d)[0], None), "SetupError", ["weight", "not None"]),
+    (lambda m, d: (_loss(m, d)[0], -1), "SetupError", ["weight", "not negative", "-1"]),
+    (lambda m, d: (_loss(m, d)[0], float("nan")), "SetupError", ["weight", "nan"]),
+    (lambda m, d: (_loss(m, d)[0], float("inf")), "SetupError", ["weight", "inf"]),
+    (lambda m, d: (_loss(m, d)[0], torch.ones(2)), "SetupError", ["weight"]),
+    (lambda m, d: (_loss(m, d)[0], 0), "DataError", ["Step 1", "total weight is zero"]),
+]
+
+
+@pytest.mark.parametrize("case", range(len(LOSSES)))
+def test_what_a_loss_function_must_return(case: int) -> None:
+    loss_fn, expected, words = LOSSES[case]
+    world = oarlock.World("cpu")
+    engine, batch = _engine(world), next(iter(_loader(world)))
+    before = [p.clone() for p in engine.model.parameters()]
+    kind, message = _said(lambda: engine.step(batch, loss_fn))
+    assert kind == expected
+    for word in words:
+        assert word in message
+    for p, was in zip(engine.model.parameters(), before, strict=True):
+        assert torch.equal(p, was), "no update is made"
+
+
+def test_what_is_no_batch() -> None:
+    engine = _engine(oarlock.World("cpu"))
+    for wrong, kind, words in (
+        (torch.ones(2, 2), "SetupError", "not a Tensor"),
+        (None, "SetupError", "not a NoneType"),
+        ([], "DataError", "Step 1 has no micro-batch on any rank"),
+    ):
+        said = _said(lambda given=wrong: engine.step(given, _loss))  # type: ignore[misc]
+        assert said[0] == kind
+        assert words in said[1]
+
+
+# -- ranks that differ, seen alike on all of them -------------------------------------------------
+
+
+def _construct(world: oarlock.World) -> dict[str, tuple[str, str]]:
+    """Each time rank 1 builds something else; all see it, and the world can be used on."""
+    odd = world.rank == 1
+
+    def build(model: nn.Module, lr: float = 0.1, kind: Any = SGD, **options: Any) -> Any:
+        return oarlock.DataParallel(model, kind(model.parameters(), lr=lr), world, **options)
+
+    def half_frozen() -> nn.Module:
+        model = _net()
+        model[0].requires_grad_(not odd)  # type: ignore[index]
+        return model
+
+    def scheduled() -> None:
+        model = _net()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        constant = torch.optim.lr_scheduler.ConstantLR(optimizer)
+        oarlock.DataParallel(model, optimizer, world, scheduler=constant if odd else None)
+
+    deeper = nn.Sequential(*_net(), nn.Linear(1, 1))
+    return {
+        "shape": _said(lambda: build(nn.Linear(2, 4 if odd else 3))),
+        "depth": _said(lambda: build(deeper if odd else _net())),
+        "dtype": _said(lambda: build(nn.Linear(2, 3).double() if odd else nn.Linear(2, 3))),
+        "frozen": _said(lambda: build(half_frozen())),
+        "lr": _said(lambda: build(_net(), lr=0.2 if odd else 0.1)),
+        "optimizer": _said(lambda: build(_net(), kind=torch.optim.Adam if odd else SGD)),
+        "scheduler": _said(scheduled),
+        "clip_norm": _said(lambda: build(_net(), clip_norm=1.0 if odd else None)),
+        "precision": _said(lambda: build(_net(), precision="bf16" if odd else "fp32")),
+        "bucket_mb": _said(lambda: build(_net(), bucket_mb=1 if odd else 25)),
+        "overlap": _said(lambda: build(_net(), overlap=odd)),
+        "sync_batchnorm": _said(
+            lambda: build(nn.Sequential(nn.BatchNorm1d(2)), sync_batchnorm=odd)
+        ),
+        "nothing": _said(lambda: build(_net())),
+    }
+
+
+def test_different_things_built() -> None:
+    zero, one, two = run_ranks(_construct, 3)
+    assert zero == one == two, "all ranks say the same"
+    assert zero.pop("nothing") == ("nothing", "")
+    zero.pop("overlap", None)  # how gradients travel in time: nothing that a peer depends on
+    expected = {
+        "shape": ["rank 0: parameter weight [3, 2]", "rank 1: parameter weight [4, 2]"],
+        "depth": ["rank 1: parameter 3.weight [1, 1]"],
+        "dtype": ["rank 0: parameter weight [3, 2] torch.float32", "torch.float64"],
+        "frozen": ["rank 1: parameter 0.weight [3, 2] torch.float32 frozen"],
+        "lr": ["rank 0: optimizer group 0", "('lr', 0.1)", "('lr', 0.2)"],
+        "optimizer": ["rank 0: optimizer SGD", "rank 1: optimizer Adam"],
+        "scheduler": ["rank 0: setting scheduler = NoneType", "scheduler = ConstantLR"],
+        "clip_norm": ["rank 0: setting clip_norm = None", "rank 1: setting clip_norm = 1.0"],
+        "precision": ["rank 1: setting precision = bf16"],
+        "bucket_mb": ["rank 1: setting bucket_mb = 1"],
+        "sync_batchnorm": ["rank 1: setting sync_batchnorm = True"],
+    }
+    assert set(expected) == set(zero)
+    for name, words in expected.items():
+        kind, message = zero[name]
+        assert kind == "SetupError", name
+        assert message.startswith("The ranks built different things:"), name
+        for word in words:
+            assert word in message, name
+
+
+def _disagree(world: oarlock.World) -> dict[str, tuple[str, str]]:
+    odd = world.rank == 1
+
+    def step(batch: Any, loss_fn: Any = _loss) -> tuple[str, str]:
+        return _said(lambda: _engine(world).step(batch, loss_fn))
+
+    def first(**options: Any) -> Batch:
+        return next(iter(_loader(world, **options)))
+
+    def later() -> tuple[str, str]:
+        batches = list(_loader(world))
+        return step(batches[1] if odd else batches[0])
+
+    def mixed(model: nn.Module, data: Tensor) -> tuple[Tensor, Any]:
+        loss, weight = _loss(model, data)
+        return loss, float(weight) if odd else weight
+
+    def shares() -> tuple[str, str]:
+        return step(first(shares=[3.0, 1.0] if odd else [1.0, 1.0]))
+
+    own = [MicroBatch(0, (0,), torch.ones(1, 2))]
+    return {
+        "batch size": step(first(batch=2 if odd else 4)),
+        "micro-batch size": step(first(micro=2 if odd else 1)),
+        "rows": step(first(rows=3 if odd else 8)),
+        "seed": step(first(seed=7 if odd else 0)),
+        "position": later(),
+        "shares": shares(),
+        "same part": step(Batch(0, 0, 2, 2, own)),
+        "kind": step([torch.ones(1, 2)] if odd else first()),
+        "weights": step(first(), mixed),
+        "zero weight": step(first(), lambda m, d: (_loss(m, d)[0], 0)),
+        "nothing": step([]),
+        "right": step(first()),
+    }
+
+
+def test_different_steps() -> None:
+    zero, one = run_ranks(_disagree, 2)
+    assert zero == one, "both ranks say the same"
+    assert zero.pop("right") == ("nothing", "")
+    expected = {
+        "batch size": ("OutOfStepError", ["micro-batches differs", "rank 0: step 1", "4 micro"]),
+        "micro-batch size": ("OutOfStepError", ["micro-batches differs", "2 micro-batches"]),
+        "rows": ("OutOfStepError", ["4 rows", "3 rows"]),
+        "seed": ("OutOfStepError", ["seed differs", "seed 0", "seed 7"]),
+        "position": ("OutOfStepError", ["batch differs", "rank 1: step 1, epoch 0, batch 1"]),
+        "shares": ("OutOfStepError", ["micro-batch 2 of 4", "by two (rank 1 starts at 3)"]),
+        "same part": ("OutOfStepError", ["micro-batch 1 of 2", "rank 1 starts at 0"]),
+        "kind": ("OutOfStepError", ["differs"]),
+        "weights": ("SetupError", ["whole number in 2", "fraction in 2", "tokens or samples"]),
+        "zero weight": ("DataError", ["Step 1: the total weight is zero"]),
+        "nothing": ("DataError", ["no micro-batch on any rank"]),
+    }
+    assert set(expected) == set(zero)
+    for name, (kind, words) in expected.items():
+        assert zero[name][0] == kind, (name, zero[name])
+        for word in words:
+            assert word in zero[name][1], (name, zero[name])
+
+
+# -- ranks that part ------------------------------------------------------------------------------
+
+
+def _stops_early(world: oarlock.World) -> None:
+    engine = _engine(world)
+    for batch in _loader(world, rows=20):
+        if world.rank == 1 and engine.steps_done == 2:
+            return
+        engine.step(batch, _loss)
+
+
+def _evaluates_alone(world: oarlock.World) -> None:
+    engine, loader = _engine(world), _loader(world)
+    for batch in loader:
+        engine.step(batch, _loss)
+        if world.is_main:
+            engine.evaluate(_loader(world), _loss)
+
+
+def _saves_alone(world: oarlock.World, folder: Path) -> None:
+    engine, loader = _engine(world), _loader(world)
+    for batch in loader:
+        engine.step(batch, _loss)
+        if world.is_main:
+            oarlock.Checkpoints(folder).save(engine, loader)
+
+
+def _checks_alone(world: oarlock.World) -> None:
+    engine, loader = _engine(world), _loader(world)
+    for batch in loader:
+        engine.step(batch, _loss)
+        if world.rank == 1:
+            engine.check_replicas()
+
+
+def _steps_again(world: oarlock.World) -> None:
+    """As with a hand-made loop over ranks' own lists, of unequal length."""
+    engine = _engine(world)
+    for _ in range(5 - world.rank):
+        engine.step([torch.ones(2, 2)], _loss)
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        (_stops_early, ["rank 0: step 3 (epoch 0, batch 2)", "rank 1: leaving after 2 steps"]),
+        (_evaluates_alone, ["rank 0: evaluation after 1 steps", "rank 1: step 2"]),
+        (_saves_alone, ["rank 0: save after 1 steps", "rank 1: step 2"]),
+        (_checks_alone, ["rank 0: step 2", "rank 1: check after 1 steps"]),
+        (_steps_again, ["rank 0: step 5", "rank 1: leaving after 4 steps"]),
+    ],
+)
+def test_ranks_that_part_are_both_named(parts: Any, words: list[str], tmp_path: Path) -> None:
+    args = [tmp_path] if parts is _saves_alone else []
+    for error in run_failing(parts, 2, *args):
+        assert error is not None
+        assert error[0] == "OutOfStepError"
+        assert error[1].startswith("The ranks are not doing the same thing")
+        for word in words:
+            assert word in error[1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def _raises(world: oarlock.World) -> None:
+    engine = _engine(world)
+
+    def loss_fn(model: nn.Module, data: Tensor) -> tuple[Tensor, int]:
+        if world.rank == 1 and engine.steps_done == 1:
+            raise ValueError("boom")
+        return _loss(model, data)
+
+    for batch in _loader(world):
+        engine.step(batch, loss_fn)
+
+
+def _returns_a_vector(world: oarlock.World) -> None:
+    engine = _engine(world)
+    for batch in _loader(world):
+        engine.step(batch, _vector if world.rank == 1 else _loss)
+
+
+def test_an_error_on_one_rank_ends_the_others() -> None:
+    for action, own in ((_raises, ("ValueError", "boom")), (_returns_a_vector, None)):
+        zero, one = run_failing(action, 2)
+        assert zero is not None
+        assert zero[0] == "PeerLostError"
+        assert "Rank 0" in zero[1]
+        assert "The peer's own error is the cause" in zero[1]
+        assert one is not None
+        assert one == own if own else one[0] == "SetupError"
+
+
+# -- around the engine --------------------------------------------------------------------------
+
+
+def _around(world: oarlock.World) -> dict[str, tuple[str, str]]:
+    out = {}
+
+    engine = _engine(world)
+    out["foreign update"] = _said(engine.optimizer.step)
+
+    engine = _engine(world)
+    for p in engine.model.parameters():
+        p.grad = torch.full_like(p, float(world.rank + 1))  # of a backward without the engine
+    batch = next(iter(_loader(world)))
+    engine.step(batch, _loss)
+    fresh = _engine(world)
+    fresh.step(batch, _loss)
+    same = engine.check_replicas() == fresh.check_replicas()
+    out["stray gradient"] = ("nothing", "has no influence" if same else "changed the update")
+
+    engine = _engine(world)
+    engine.model[2].requires_grad_(False)  # type: ignore[index,operator]
+    out["frozen later"] = _said(lambda: engine.step(batch, _loss))
+
+    engine = _engine(world)
+    engine.model.extra = nn.Parameter(torch.ones(3))
+    out["added later"] = _said(lambda: engine.step(batch, _loss))
+
+    torch.manual_seed(0)
+    model = _net()
+    model[0].requires_grad_(False)  # type: ignore[index]
+    engine = oarlock.DataParallel(model, SGD(model.parameters(), lr=0.1), world)
+    model[0].requires_grad_(True)  # type: ignore[index]
+    out["unfrozen later"] = _said(lambda: engine.step(batch, _loss))
+    return out
+
+
+def test_what_happens_around_the_engine() -> None:
+    zero, one = run_ranks(_around, 2)
+    assert zero == one
+    assert zero["foreign update"][0] == "SetupError"
+    assert "optimizer.step() was called outside engine.step()" in zero["foreign update"][1]
+    assert zero["stray gradient"] == ("nothing", "has no influence")
+    for name in ("frozen later", "added later", "unfrozen later"):
+        assert zero[name][0] == "SetupError", name
+        assert "trainable parameters are not those" in zero[name][1], name
+        assert "Build a new DataParallel" in zero[name][1], name
