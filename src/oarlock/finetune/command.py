@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oarlock.config import RunConfig, dump, load
-from oarlock.errors import ConfigError
+from oarlock.errors import ConfigError, OarlockError
 
 if TYPE_CHECKING:
     from oarlock.finetune.checks import Checked
@@ -33,7 +33,13 @@ def finetune(
 
     checked = check_all(config, ranks if rank is None else None)
     claim(config)
-    convert(config, checked)
+    try:
+        convert(config, checked)
+    except OarlockError:  # a GGUF file that only now turns out to be damaged: leave no trace
+        (config.output / "run.toml").unlink(missing_ok=True)
+        if not any(config.output.iterdir()):
+            config.output.rmdir()
+        raise
     if rank is not None:
         return _one_rank(config, resume=False)
     return _start(config, checked.ranks, resume=False)

@@ -66,8 +66,10 @@ def run(
 def _run(parts: Parts, resume: bool, after_step: AfterStep | None, stop_after: int | None) -> int:
     config, world, engine, screen = parts.config, parts.world, parts.engine, parts.screen
     resumed = _resume(parts) if resume else 0
-    screen.say(*parts.prepared.report.lines(), *describe_steps(config, parts.steps))
-    screen.say(*batch_table(config.train.batch_size, config.train.micro_batch_size, world.size))
+    table = batch_table(config.train.batch_size, config.train.micro_batch_size, world.size)
+    if stop_after is None:
+        screen.say(*parts.prepared.report.lines(), *describe_steps(config, parts.steps))
+    screen.say(*table)
     metrics = Metrics(config.output, resumed, config.train.tensorboard, world.is_main)
     before = Before(config.output / "before.json", world)
     quick = stop_after is not None
@@ -82,7 +84,7 @@ def _run(parts: Parts, resume: bool, after_step: AfterStep | None, stop_after: i
         if _stop_agreed(parts):
             screen.say("Stopped before the first step.", _how_to_resume(config))
             return 0
-        screen.start_bar(parts.steps.total, parts.position)
+        screen.start_bar(stop_after or parts.steps.total, parts.position)
         finished = _train(parts, metrics, after_step, stop_after)
         screen.close()
         if quick:
