@@ -67,7 +67,7 @@ def run_failing(
 
 def _outcomes(fn: Callable[..., Any], size: int, args: tuple, timeout: float) -> list[Any]:
     # What every child would otherwise import anew, for seconds: an optimizer loads torch._dynamo.
-    import torch._dynamo  # noqa: F401
+    import torch._dynamo
     import torch.distributed.nn.functional  # noqa: F401
 
     import oarlock.batches

@@ -173,7 +173,8 @@ def check_loss(answer: Any) -> tuple[Tensor, float]:
     number = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
     if not _is_number(number) or not 0 <= number < math.inf:
         raise SetupError(
-            f"loss_fn must return a weight that is a finite number and not negative, not {weight!r}."
+            "loss_fn must return a weight that is a finite number and not negative, not "
+            f"{weight!r}."
         )
     if not loss.requires_grad and number and torch.is_grad_enabled():
         raise SetupError(
