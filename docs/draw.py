@@ -353,7 +353,9 @@ WHAT = {
     "checkpoint": "save, verify, load",
     "engine": "the step",
     "batches": "global batches",
-    "world": "ranks, devices, groups",
+    "rendezvous": "the ranks meet",
+    "devices": "device and backend",
+    "world": "ranks, groups, messages",
     "randomness": "keyed random numbers",
     "environment": "launchers' variables",
     "processes": "ties between processes",
@@ -369,7 +371,7 @@ COLUMNS = {
     "world": 0.4,
     "environment": 0.4,
 }
-COLUMNS |= {"randomness": 0.62}
+COLUMNS |= {"randomness": 0.62, "rendezvous": 0.4, "devices": 0.16}
 
 
 def draw_layers() -> str:

@@ -22,6 +22,8 @@ LAYERS = (
     "engine",
     "batches",
     "world",
+    "rendezvous",
+    "devices",
     "environment",
     "processes",
     "randomness",

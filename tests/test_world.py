@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ranks import free_port, run_failing, run_ranks
 
 import oarlock
+from oarlock import devices
 from oarlock import world as world_module
 from oarlock.environment import derived_port, first_host, read_environment, tasks_per_node
 from oarlock.errors import OutOfStepError, SetupError, WorldError
@@ -192,10 +193,10 @@ def test_fewer_devices_than_local_ranks(two_gpus: list[int]) -> None:
 def test_each_local_rank_takes_its_own_device(
     two_gpus: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert world_module._device(1, 2) == torch.device("cuda", 1)
+    assert devices.device_for(1, 2) == torch.device("cuda", 1)
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     monkeypatch.setenv("SLURM_STEP_GPUS", "3")  # Slurm shows each rank its own device only
-    assert world_module._device(3, 4) == torch.device("cuda", 0)
+    assert devices.device_for(3, 4) == torch.device("cuda", 0)
     assert two_gpus == [1, 0]
 
 
@@ -203,10 +204,10 @@ def test_the_backend_follows_the_device(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(dist, "is_xccl_available", lambda: True)
     kinds = ("cuda", "xpu", "mps", "cpu")
-    chosen = [world_module._backend(torch.device(kind)) for kind in kinds]
+    chosen = [devices.backend_for(torch.device(kind)) for kind in kinds]
     assert chosen == ["nccl", "xccl", "gloo", "gloo"]
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    assert world_module._backend(torch.device("cuda")) == "gloo"
+    assert devices.backend_for(torch.device("cuda")) == "gloo"
 
 
 def _facts(world: World) -> tuple[Any, ...]:
@@ -219,7 +220,7 @@ def _facts(world: World) -> tuple[Any, ...]:
 def _attempt(index: int, env: dict[str, str], options: dict[str, Any], box: Any) -> None:
     identity = options.pop("identity", None)
     if identity is not None:
-        world_module._device_identity = lambda _: identity
+        devices.device_identity = lambda _: identity
     started = time.monotonic()
     try:
         world = join(env=env, **options)
@@ -486,7 +487,12 @@ class Run:
 
     def ready(self, count: int = 2) -> list[psutil.Process]:
         """The ranks and their children, once ``count`` files named ready* are there."""
-        wait_for(lambda: len(list(self.folder.glob("ready*"))) == count, 40)
+
+        def there() -> bool:
+            assert self.process.poll() is None, self.stderr(0) + self.stderr(1)
+            return len(list(self.folder.glob("ready*"))) == count
+
+        wait_for(there, 60)
         return psutil.Process(self.process.pid).children(recursive=True)
 
 

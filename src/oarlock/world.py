@@ -10,14 +10,17 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from oarlock.environment import Place, read_environment
+from oarlock import devices
+from oarlock.devices import backend_for, device_for
+from oarlock.environment import read_environment
 from oarlock.errors import OarlockError, OutOfStepError, PeerLostError, SetupError, WorldError
-from oarlock.processes import die_with_parent, port_owner
+from oarlock.processes import die_with_parent
+from oarlock.rendezvous import Arrival, open_store, roll_call
 
 # What a rank can be about to do, as exchanged before it does so; see World.announce.
 KINDS = (
@@ -105,7 +108,7 @@ class World:
         self.rank, self.size = 0, 1
         self.local_rank, self.local_size = 0, 1
         self.host = socket.gethostname()
-        self.device = torch.device(device) if device is not None else _device(0, 1)
+        self.device = torch.device(device) if device is not None else device_for(0, 1)
         self.backend, self.staged, self.closed = "none", False, False
         self.timeout = 600.0
         self.control: dist.ProcessGroup | None = None
@@ -256,12 +259,20 @@ class _Lost:
     ) -> None:
         if isinstance(error, RuntimeError) and not isinstance(error, OarlockError):
             self.world._failed = True
-            raise PeerLostError(
-                f"Rank {self.world.rank} ({self.world.host}) lost a peer at step "
-                f"{self.world.steps}, while {self.doing}.\n"
-                "The peer's own error is the cause; look at the other ranks' output.\n"
-                f"(the backend said: {str(error).splitlines()[0][:200]})"
-            ) from error
+            said = str(error).splitlines()[0][:200]
+            where = f"at step {self.world.steps}, while {self.doing}"
+            me = f"Rank {self.world.rank} ({self.world.host})"
+            if "imed out" in said or "imeout" in said:
+                text = (
+                    f"{me} waited {self.world.timeout:g} s for a peer that did not answer, {where}."
+                    "\nA rank hangs, or a step takes longer than join(timeout=…) allows."
+                )
+            else:
+                text = (
+                    f"{me} lost a peer {where}.\n"
+                    "The peer's own error is the cause; look at the other ranks' output."
+                )
+            raise PeerLostError(f"{text}\n(the backend said: {said})") from error
 
 
 def join(
@@ -313,17 +324,18 @@ def join(
                 "RANK and WORLD_SIZE are set, but not LOCAL_RANK, so this rank cannot know its "
                 "device.\nStart it with `oarlock launch` or torchrun, or pass join(device=…)."
             )
-        world.device = _device(local_rank, local_size)
-    world.backend = backend or _backend(world.device)
+        world.device = device_for(local_rank, local_size)
+    world.backend = backend or backend_for(world.device)
     world.staged = world.backend == "gloo" and world.device.type != "cpu"
 
     deadline = time.monotonic() + timeout
-    base = _store(place, variables, timeout)
+    base = open_store(place, variables, timeout)
     prefix = f"oarlock/{variables.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_joins}"
     _joins += 1
     store = dist.PrefixStore(prefix, base)
-    _roll_call(world, store, deadline)
-    hosts = [store.get(f"host/{r}").decode().split("\n")[0] for r in range(world.size)]
+    identity = devices.device_identity(world.device)
+    me = Arrival(world.rank, world.size, world.host, identity, timeout)
+    hosts = roll_call(me, store, deadline)
     world.local_size = place.local_size or hosts.count(world.host)
     world.local_rank = (
         place.local_rank if place.local_rank is not None else hosts[: world.rank].count(world.host)
@@ -343,140 +355,6 @@ def join(
     _current = world
     _end_well(world)
     return world
-
-
-def _device(local_rank: int, local_size: int) -> torch.device:
-    if not torch.accelerator.is_available():
-        return torch.device("cpu")
-    kind = torch.accelerator.current_accelerator()
-    assert kind is not None
-    count = torch.accelerator.device_count()
-    if count == 1 and local_size > 1 and _bound_by_launcher():
-        index = 0  # the launcher shows each rank its own device only
-    elif local_size > count or local_rank >= count:
-        raise WorldError(
-            f"{max(local_size, local_rank + 1)} ranks on {socket.gethostname()}, but only {count} "
-            f"{kind.type} device{'s' * (count != 1)}.\n"
-            f"Start {count} rank{'s' * (count != 1)} on this machine (`oarlock launch -n {count} "
-            "…`), or pass join(device='cpu')."
-        )
-    else:
-        index = local_rank
-    torch.accelerator.set_device_index(index)
-    return torch.device(kind.type, index)
-
-
-def _bound_by_launcher() -> bool:
-    return "SLURM_STEP_GPUS" in os.environ or "SLURM_GPUS_PER_TASK" in os.environ
-
-
-def _backend(device: torch.device) -> str:
-    if device.type == "cuda" and dist.is_nccl_available():
-        return "nccl"
-    if device.type == "xpu" and dist.is_xccl_available():
-        return "xccl"
-    return "gloo"
-
-
-def _store(place: Place, env: Mapping[str, str], timeout: float) -> dist.Store:
-    """The key-value store of this run: the elastic agent's where there is one, else rank 0's."""
-    serves = place.rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    where = f"{place.address}:{place.port}"
-    try:
-        return dist.TCPStore(
-            place.address,
-            place.port,
-            place.size,
-            serves,
-            timeout=datetime.timedelta(seconds=timeout),
-            wait_for_workers=False,
-        )
-    except Exception as error:
-        text = str(error)
-        if serves and ("EADDRINUSE" in text or "in use" in text):
-            owner = port_owner(place.port)
-            raise WorldError(
-                f"Port {place.port} on {socket.gethostname()} is in use"
-                f"{' by ' + owner if owner else ''}.\n"
-                "Is it a second process with rank 0? Otherwise end it, or choose another port "
-                "with MASTER_PORT "
-                "(`oarlock launch` picks a free one by itself)."
-            ) from error
-        raise WorldError(
-            f"Rank {place.rank} of {place.size} on {socket.gethostname()} could not reach rank 0 "
-            f"at {where} within {timeout:g} s: rank 0 has not arrived.\n"
-            "Is rank 0 started, MASTER_ADDR its address as seen from here, and the port open?\n"
-            f"(torch said: {text.splitlines()[0][:200]})"
-        ) from error
-
-
-def _roll_call(world: World, store: dist.Store, deadline: float) -> None:
-    """Wait for all ranks; name those that are missing, twice there, or sharing a device."""
-    me = f"{world.host}\n{os.getpid()}\n{_device_identity(world.device)}"
-    if store.add(f"count/{world.rank}", 1) > 1:
-        other = store.get(f"host/{world.rank}").decode().split("\n")
-        message = (
-            f"Two processes call themselves rank {world.rank}: pid {other[1]} on {other[0]} and "
-            f"pid {os.getpid()} on {world.host}.\nGive each process its own RANK, 0 to "
-            f"{world.size - 1}."
-        )
-        _refuse(world, store, message)
-    store.set(f"host/{world.rank}", me)
-    missing = list(range(world.size))
-    try:
-        while missing:
-            if store.check(["refused"]):
-                _refuse(world, store, store.get("refused").decode())
-            missing = [r for r in missing if not store.check([f"host/{r}"])]
-            if missing and time.monotonic() > deadline:
-                names = ", ".join(map(str, missing))
-                _refuse(
-                    world,
-                    store,
-                    f"Rank{'s' * (len(missing) > 1)} {names} of {world.size} did not arrive within "
-                    f"{world.timeout:g} s (waited for on rank {world.rank}, {world.host}).\n"
-                    "Were they started? Do they have the same MASTER_ADDR and MASTER_PORT?",
-                )
-            if missing:
-                time.sleep(0.02)
-        _unique_devices(world, store)
-    except RuntimeError as error:
-        if isinstance(error, OarlockError):
-            raise
-        raise WorldError(
-            f"Rank {world.rank} on {world.host} lost rank 0 while the ranks gathered; still "
-            f"missing: {', '.join(map(str, missing)) or 'none'}.\nLook at rank 0's own error."
-        ) from error
-
-
-def _unique_devices(world: World, store: dist.Store) -> None:
-    if world.device.type == "cpu":
-        return
-    seen: dict[tuple[str, str], int] = {}
-    for rank in range(world.size):
-        host, _, identity = store.get(f"host/{rank}").decode().split("\n")
-        first = seen.setdefault((host, identity), rank)
-        if identity and first != rank:
-            _refuse(
-                world,
-                store,
-                f"Ranks {first} and {rank} on {host} were given the same device ({identity}).\n"
-                "Check LOCAL_RANK and CUDA_VISIBLE_DEVICES.",
-            )
-
-
-def _refuse(world: World, store: dist.Store, message: str) -> NoReturn:
-    """Raise, on all ranks: rank 0, which keeps the store, stays until the others have read it."""
-    store.set("refused", message)
-    if world.is_main:
-        time.sleep(1.0)
-    raise WorldError(message)
-
-
-def _device_identity(device: torch.device) -> str:
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_properties(device).uuid)
-    return "" if device.type == "cpu" else str(device)
 
 
 def _print_errors_well() -> None:
