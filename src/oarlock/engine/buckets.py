@@ -20,6 +20,7 @@ class Slot:
     parameter: Parameter
     view: Tensor
     used: bool = False  # a micro-batch of this rank has put a gradient there in this step
+    complete: bool = False  # the last micro-batch has added its part
 
 
 class Bucket:

@@ -44,6 +44,10 @@ class Buffers:
             for _, m in self._norms
             for b in (m.running_mean, m.running_var, m.num_batches_tracked)
         }
+        # A synchronised layer's statistics are over all ranks already, and alike on all.
+        self._norms = [
+            (n, m) for n, m in self._norms if not isinstance(m, nn.SyncBatchNorm | _GlobalBatchNorm)
+        ]
         self._model = model
         self._others = [n for n, b in named_buffers(model) if id(b) not in handled]
         self._told: set[str] = set()

@@ -43,7 +43,7 @@ class Exchange:
         self.bucket_bytes = bucket_bytes
         self.sent_bytes = 0  # payload of this step's exchange, as handed to the backend
         self.wait_seconds = 0.0  # what of the exchange was not hidden behind backward
-        self._collecting = self._armed = self._settled = False
+        self._collecting = self._last = self._armed = self._settled = False
         self._arrivals: list[str] = []
         self._parameters = list(parameters)
         self._place(list(reversed(self._parameters)))  # gradients come last layer first
@@ -51,7 +51,9 @@ class Exchange:
             parameter.register_post_accumulate_grad_hook(self._hook(name))
 
     def _place(self, members: list[tuple[str, Parameter]]) -> None:
-        self.buckets = fill_buckets(members, self.bucket_bytes, FIRST_BUCKET_BYTES)
+        self.buckets = fill_buckets(
+            members, self.bucket_bytes, min(FIRST_BUCKET_BYTES, self.bucket_bytes)
+        )
         self._home: dict[str, tuple[Bucket, Slot]] = {
             slot.name: (bucket, slot) for bucket in self.buckets for slot in bucket.slots
         }
@@ -64,10 +66,10 @@ class Exchange:
                 return
             bucket, slot = self._home[name]
             grad = parameter.grad
-            if bucket.sent:
+            if self._armed and slot.complete:
                 raise SetupError(
                     f"Step {self.world.steps + 1}: {name} got a second gradient in one backward "
-                    f"(rank {self.world.rank}), after its bucket had left.\n"
+                    f"(rank {self.world.rank}), when its bucket may have left.\n"
                     "This comes from reentrant activation checkpointing: pass "
                     "use_reentrant=False to it, or overlap=False to DataParallel."
                 )
@@ -82,9 +84,10 @@ class Exchange:
                 slot.view.copy_(grad)
                 parameter.grad = slot.view
                 slot.used = True
+            if self._last and not self._settled:
+                self._arrivals.append(name)
             if self._armed:
-                if not self._settled:
-                    self._arrivals.append(name)
+                slot.complete = True
                 bucket.pending -= 1
                 self._send_full()
 
@@ -92,17 +95,17 @@ class Exchange:
 
     def begin(self) -> None:
         """Start a step: nothing is collected yet."""
-        self._collecting, self._armed = True, False
+        self._collecting, self._last, self._armed = True, False, False
         self._works, self._next = [], 0
         self.sent_bytes, self.wait_seconds = 0, 0.0
         for bucket in self.buckets:
             bucket.sent = False
             for slot in bucket.slots:
-                slot.used = False
+                slot.used = slot.complete = False
 
     def arm(self) -> None:
         """The next backward is this rank's last in the step: send buckets as they fill."""
-        self._armed = self.overlap
+        self._last, self._armed = True, self.overlap
         for bucket in self.buckets:
             bucket.pending = len(bucket.slots)
 
@@ -135,7 +138,7 @@ class Exchange:
 
     def stop(self) -> None:
         """Collect no more: gradients computed outside a step stay where autograd puts them."""
-        self._collecting = self._armed = False
+        self._collecting = self._last = self._armed = False
 
     def used(self) -> list[bool]:
         """For each parameter, in the order given: did this rank compute a gradient for it?"""

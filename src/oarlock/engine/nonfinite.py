@@ -83,7 +83,10 @@ class NonFinite:
                 "micro-batches again gives finite numbers.\nThe sum overflowed, an operation is "
                 "not deterministic, or a device or link is faulty."
             )
-        index, rank, host, bad = min(found, key=lambda f: (f[0], f[1]))
+        # A bad loss before a bad gradient: synchronised layers hand gradients to other ranks.
+        index, rank, host, bad = min(
+            found, key=lambda f: (f[3].what.startswith("the gradient"), f[0], f[1])
+        )
         rows = f", rows {list(bad.rows[:16])}{'…' if len(bad.rows) > 16 else ''}" * bool(bad.rows)
         where = f"micro-batch {index}{rows}" if index >= 0 else "before any micro-batch"
         return (
@@ -115,28 +118,35 @@ def find_bad_number(
     for name, p in named_parameters(model):
         if not _finite(p):
             return BadNumber(-1, (), f"the parameter {name} itself, before the step")
+    found: BadNumber | None = None
+    # All of them on every rank, also after the find: a synchronised BatchNorm meets in each pass.
     for micro_batch in micro_batches:
-        first: list[str] = []
-        hooks = [m.register_forward_hook(_watch(n, first)) for n, m in model.named_modules()]
-        try:
-            loss = run(micro_batch)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        place = (micro_batch.index, micro_batch.rows)
-        if first:
-            return BadNumber(*place, f"the output of {first[0]}")
-        if not _finite(loss):
-            return BadNumber(*place, "the loss")
-        if not loss.requires_grad:
-            continue
+        what = _bad_in(model, micro_batch, run)
+        if what and found is None:
+            found = BadNumber(micro_batch.index, micro_batch.rows, what)
+    return found
+
+
+def _bad_in(model: nn.Module, micro_batch: Any, run: Callable[[Any], Tensor]) -> str:
+    """What is first not finite in one micro-batch's forward and backward; empty where nothing."""
+    first: list[str] = []
+    hooks = [m.register_forward_hook(_watch(n, first)) for n, m in model.named_modules()]
+    try:
+        loss = run(micro_batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    bad = [f"the output of {name}" for name in first]
+    if not _finite(loss):
+        bad.append("the loss")
+    if loss.requires_grad:
         parameters = [(n, p) for n, p in named_parameters(model) if p.requires_grad]
         grads = torch.autograd.grad(loss, [p for _, p in parameters], allow_unused=True)
         # last layer first, as backward goes
         for (name, _), grad in reversed(list(zip(parameters, grads, strict=True))):
             if grad is not None and not _finite(grad):
-                return BadNumber(*place, f"the gradient of {name}")
-    return None
+                bad.append(f"the gradient of {name}")
+    return bad[0] if bad else ""
 
 
 def _watch(name: str, first: list[str]) -> Any:

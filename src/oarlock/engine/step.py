@@ -176,6 +176,8 @@ class DataParallel:
         started = time.perf_counter()
         agreement = Agreement(self.world, batch, self.steps_done + 1, self.seed)
         batch = agreement.batch
+        if self.sync_batchnorm:
+            agreement.reach(equal_counts=True)  # before the first forward, which is collective
         run = self._runner(batch, loss_fn)
         self.buffers.begin()
         self.nonfinite.begin()
@@ -187,13 +189,13 @@ class DataParallel:
                 totals.add(loss_sum, weight)
                 if micro_batch is batch.micro_batches[-1]:
                     # From here on buckets leave for the other ranks: all must be at one place.
-                    last_rank = agreement.reach(self.sync_batchnorm)
+                    last_rank = agreement.reach()
                     if self.exchange:
                         self.exchange.arm()
                 if loss_sum.requires_grad:
                     self.precision.scaled(loss_sum).backward()
             if not batch.micro_batches:  # this rank takes part all the same, with zeros
-                last_rank = agreement.reach(self.sync_batchnorm)
+                last_rank = agreement.reach()
             closing = self._close(totals)
             if self.exchange:
                 self.exchange.finish()
