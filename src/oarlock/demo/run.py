@@ -117,6 +117,7 @@ def _copy(output: Path, ranks: str) -> Path:
 
 
 def _launch(output: Path, ranks: int, threads: int, only: bool) -> int:
+    from oarlock.finetune.screen import for_ranks
     from oarlock.launch.local import launch
 
     copy = _copy(output, "one" if only else "all")
@@ -129,7 +130,7 @@ def _launch(output: Path, ranks: int, threads: int, only: bool) -> int:
         target + ["--only"] * only,
         ranks,
         log_dir=run_file.parent / "logs",
-        env={"OMP_NUM_THREADS": str(threads)},
+        env={"OMP_NUM_THREADS": str(threads)} | for_ranks(),
     )
 
 

@@ -213,11 +213,11 @@ def check_space(folder: Path, needed: int) -> None:
     Raises:
         ConfigError: with what is needed and what is free.
     """
-    free = shutil.disk_usage(_existing(folder)).free
-    if needed > free:
+    disk = shutil.disk_usage(_existing(folder))
+    if disk.total and needed > disk.free:  # 0: no real file system; making the folder will tell
         raise ConfigError(
-            f"{folder}: the run writes up to {needed / 2**30:.2f} GiB there, but only "
-            f"{free / 2**30:.2f} GiB are free.\n"
+            f"{folder}: the run writes up to {needed / 2**20:,.0f} MiB there, but only "
+            f"{disk.free / 2**20:,.0f} MiB are free.\n"
             "Make room, choose another train.output, or lower train.keep."
         )
 

@@ -125,6 +125,7 @@ def _start(config: RunConfig, ranks: int, resume: bool) -> int:
     """Run here when alone; otherwise start one process a rank."""
     if ranks == 1:
         return _one_rank(config, resume)
+    from oarlock.finetune.screen import for_ranks
     from oarlock.launch.local import launch
 
     target = ["-m", "oarlock.finetune.recipe", str(config.output / "run.toml")]
@@ -132,4 +133,5 @@ def _start(config: RunConfig, ranks: int, resume: bool) -> int:
         target + ["--resume"] * resume,
         ranks,
         log_dir=config.output / "logs",
+        env=for_ranks(),
     )

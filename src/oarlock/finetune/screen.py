@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -13,7 +14,12 @@ import torch
 
 from oarlock.errors import ConfigError
 
-TERMINAL = "OARLOCK_TERMINAL"  # set by the launcher, which shows a bar of rank 0 on its terminal
+TERMINAL = "OARLOCK_TERMINAL"  # for ranks: the launcher has a terminal and shows rank 0's bar
+
+
+def for_ranks() -> dict[str, str]:
+    """The variable that tells ranks to draw a bar, where this process has a terminal."""
+    return {TERMINAL: "1"} if sys.stderr.isatty() else {}
 
 
 class Screen:
@@ -49,7 +55,7 @@ class Screen:
             TextColumn("{task.fields[numbers]}"),
             TextColumn("left"),
             TimeRemainingColumn(),
-            console=Console(force_terminal=True),
+            console=Console(force_terminal=True, width=shutil.get_terminal_size().columns - 1),
         )
         self._task = self._bar.add_task("step", total=total, completed=done, numbers="")
         self._bar.start()
