@@ -195,6 +195,10 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9, weight_decay=0.1)
 
 
+def _fused(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+
+
 def _groups(model: nn.Module) -> torch.optim.Optimizer:
     vectors = [p for p in model.parameters() if p.dim() < 2]
     matrices = [p for p in model.parameters() if p.dim() >= 2]
@@ -268,6 +272,7 @@ CASES: dict[str, Case] = {
     "idle ranks": _plain(batch=8, micro=1, shares=_IDLE, optimizer=_sgd),
     "clipping": _plain(engine={"clip_norm": 0.5}, optimizer=_sgd),
     "clipping that never bites": _plain(engine={"clip_norm": 1e6}),
+    "fused": _plain(optimizer=_fused, engine=_TINY_BUCKETS),
     "several groups": _plain(optimizer=_groups, scheduler=_cosine),
     "warm-up": _plain(scheduler=_warmup, batch=8, micro=1),
     "one cycle": _plain(scheduler=_one_cycle, optimizer=_groups),

@@ -126,18 +126,20 @@ class BatchNormNet(nn.Module):
 
 
 class Buffered(MLP):
-    """Buffers of its own: a counter, a value that each forward overwrites, one that rests."""
+    """Buffers of its own: a counter, values that each forward overwrites, one that rests."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("seen", torch.tensor(5))
         self.register_buffer("last", torch.zeros(6))
+        self.register_buffer("anew", torch.zeros(6))
         self.register_buffer("rests", torch.arange(4.0), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             self.seen += len(x)
             self.last.copy_(x.mean(0))
+            self.anew = x.amax(0)
         return super().forward(x + self.rests[1])
 
 

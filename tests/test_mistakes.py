@@ -258,6 +258,8 @@ def _construct(world: oarlock.World) -> dict[str, tuple[str, str]]:
         "clip_norm": _said(lambda: build(_net(), clip_norm=1.0 if odd else None)),
         "precision": _said(lambda: build(_net(), precision="bf16" if odd else "fp32")),
         "bucket_mb": _said(lambda: build(_net(), bucket_mb=1 if odd else 25)),
+        "seed": _said(lambda: build(_net(), seed=int(odd))),
+        "wrapped": _said(lambda: build(nn.parallel.DistributedDataParallel(_net()))),
         "overlap": _said(lambda: build(_net(), overlap=odd)),
         "sync_batchnorm": _said(
             lambda: build(nn.Sequential(nn.BatchNorm1d(2)), sync_batchnorm=odd)
@@ -270,7 +272,10 @@ def test_different_things_built() -> None:
     zero, one, two = run_ranks(_construct, 3)
     assert zero == one == two, "all ranks say the same"
     assert zero.pop("nothing") == ("nothing", "")
-    zero.pop("overlap", None)  # how gradients travel in time: nothing that a peer depends on
+    # when gradients travel is nothing that a peer depends on
+    assert zero.pop("overlap") == ("nothing", "")
+    assert zero["wrapped"][0] == "SetupError"
+    assert "wrapped in DistributedDataParallel" in zero.pop("wrapped")[1]
     expected = {
         "shape": ["rank 0: parameter weight [3, 2]", "rank 1: parameter weight [4, 2]"],
         "depth": ["rank 1: parameter 3.weight [1, 1]"],
@@ -282,6 +287,7 @@ def test_different_things_built() -> None:
         "clip_norm": ["rank 0: setting clip_norm = None", "rank 1: setting clip_norm = 1.0"],
         "precision": ["rank 1: setting precision = bf16"],
         "bucket_mb": ["rank 1: setting bucket_mb = 1"],
+        "seed": ["rank 0: setting seed = 0", "rank 1: setting seed = 1"],
         "sync_batchnorm": ["rank 1: setting sync_batchnorm = True"],
     }
     assert set(expected) == set(zero)
@@ -454,11 +460,14 @@ def _around(world: oarlock.World) -> dict[str, tuple[str, str]]:
 
     engine = _engine(world)
     out["foreign update"] = _said(engine.optimizer.step)
+    second = oarlock.DataParallel(engine.model, engine.optimizer, world)
+    batch = next(iter(_loader(world)))
+    out["second engine"] = _said(lambda: second.step(batch, _loss))
+    out["foreign update, second engine"] = _said(engine.optimizer.step)
 
     engine = _engine(world)
     for p in engine.model.parameters():
         p.grad = torch.full_like(p, float(world.rank + 1))  # of a backward without the engine
-    batch = next(iter(_loader(world)))
     engine.step(batch, _loss)
     fresh = _engine(world)
     fresh.step(batch, _loss)
@@ -487,6 +496,8 @@ def test_what_happens_around_the_engine() -> None:
     assert zero == one
     assert zero["foreign update"][0] == "SetupError"
     assert "optimizer.step() was called outside engine.step()" in zero["foreign update"][1]
+    assert zero["second engine"] == ("nothing", "")
+    assert zero["foreign update, second engine"] == zero["foreign update"]
     assert zero["stray gradient"] == ("nothing", "has no influence")
     for name in ("frozen later", "added later", "unfrozen later"):
         assert zero[name][0] == "SetupError", name

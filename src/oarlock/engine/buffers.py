@@ -66,7 +66,7 @@ class Buffers:
             for m in self._active
         ]
         others = self._other() if self._others else []
-        self._versions = [(id(b), b._version) for b in others]
+        self._versions = [(b, b._version) for b in others]  # held: an id could be used again
         self._counters = [b.clone() if _is_counter(b) else None for b in others]
 
     def changed(self) -> list[bool]:
@@ -74,8 +74,8 @@ class Buffers:
         if not self._others:
             return []
         return [
-            (id(b), b._version) != before
-            for b, before in zip(self._other(), self._versions, strict=True)
+            b is not held or b._version != version
+            for b, (held, version) in zip(self._other(), self._versions, strict=True)
         ]
 
     @property

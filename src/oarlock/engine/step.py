@@ -154,7 +154,12 @@ class DataParallel:
         self.steps_done = 0
         self.stopping = False
         self._stop_asked = self._updating = False
-        optimizer.register_step_pre_hook(self._refuse_foreign_update)
+        # A second engine on the same optimizer takes over: the first one's hook would refuse it.
+        previous = optimizer.__dict__.pop("_oarlock_hook", None)
+        if previous is not None:
+            previous.remove()
+        hook = optimizer.register_step_pre_hook(self._refuse_foreign_update)
+        optimizer.__dict__["_oarlock_hook"] = hook
 
     # -- the step ------------------------------------------------------------------------------
 
