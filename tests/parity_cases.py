@@ -60,7 +60,7 @@ class Case:
     collate: Callable[[list[Any]], Any] | None = None
     batch: int = 12
     micro: int = 3
-    steps: int = 12
+    steps: int = 10
     engine: dict[str, Any] = field(default_factory=dict)
     shares: dict[int, list[float]] = field(default_factory=dict)
     reference: str = "whole"

@@ -16,7 +16,7 @@ import oarlock
 from oarlock.engine.guard import fingerprints
 
 WORLDS = (1, 2, 3, 4)
-WIDE_WORLDS = (1, 3)  # float64 as well; enough to tell a small mistake from rounding
+WIDE_WORLDS = (3,)  # in float64 too: tells a small mistake from rounding, unequal split and all
 Key = tuple[str, bool]  # a case's name; whether in float64
 KEYS: list[Key] = [
     (n, wide) for n, case in CASES.items() for wide in (False, True)[: 1 + case.wide]
@@ -207,7 +207,7 @@ def test_the_table_reaches_what_it_is_for() -> None:
     """The cases do what their names say: otherwise equality would show nothing."""
     plain = _plain_results()
     skipped = [h[4] for h in plain["fp16", False]["history"]]
-    assert 2 <= sum(skipped) <= len(skipped) - 10
+    assert 2 <= sum(skipped) <= len(skipped) - 10  # as many updates as elsewhere
     scales = [h[5] for h in plain["fp16", False]["history"]]
     assert scales[-1] == 65536.0 / 2 ** sum(skipped)
     weights = [h[1] for h in plain["tokens", False]["history"]]
