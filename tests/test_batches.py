@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import json
+import multiprocessing
 import random
+import time
 import tracemalloc
 from collections.abc import Iterator
 from typing import Any
@@ -383,6 +385,21 @@ def test_a_row_that_cannot_be_loaded_is_named(workers: int) -> None:
     assert "On rank 1 (" in message
     assert "row 7 of the dataset failed: OSError: cannot read image 7.png" in message
     assert "(epoch 0, batch 1, micro-batch 1, rows [6, 7])" in message
+
+
+def test_worker_processes_end_with_the_iteration() -> None:
+    before = set(multiprocessing.active_children())
+    batches = iter(Loader(range(100), 4, 2, workers=1))
+    next(batches)
+    assert len(set(multiprocessing.active_children()) - before) == 1
+    started = time.monotonic()
+    del batches
+    assert set(multiprocessing.active_children()) == before
+    with pytest.raises(DataError) as caught:
+        list(Loader(Failing(), 4, 2, workers=1))
+    assert caught.traceback  # still held, as in a notebook
+    assert set(multiprocessing.active_children()) == before
+    assert time.monotonic() - started < 4
 
 
 def test_a_collate_function_that_fails_is_named() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from oarlock.batches.batch import Batch
 from oarlock.batches.loading import Failed, MicroBatches, Stream, load
@@ -89,7 +90,6 @@ class Loader:
         self.pin_memory = self.world.device.type == "cuda" if pin_memory is None else pin_memory
         self.epoch, self.step_in_epoch = 0, 0
         self.plan: Plan | None = None
-        self._loading: DataLoader | None = None
         if isinstance(dataset, IterableDataset):
             self._check_stream(shuffle, lengths)
         else:
@@ -161,13 +161,15 @@ class Loader:
                 for i in split(len(cut), self.shares)[self.world.rank]:
                     yield epoch, step, i, tuple(cut[i].tolist())
 
-        loaded = self._load(MicroBatches(self.dataset, self.collate, self.seed), wanted())
-        for step in range(first, plan.steps):
-            count = -(-len(plan.batch_rows(epoch, step)) // self.micro_batch_size)
-            batch = Batch(epoch, step, count, len(plan.batch_rows(epoch, step)), seed=self.seed)
-            for _ in split(count, self.shares)[self.world.rank]:
-                batch.micro_batches.append(self._good(next(loaded)))
-            yield batch, step + 1 == plan.steps
+        source = MicroBatches(self.dataset, self.collate, self.seed)
+        with closing(self._load(source, wanted())) as loaded:
+            for step in range(first, plan.steps):
+                rows = len(plan.batch_rows(epoch, step))
+                count = -(-rows // self.micro_batch_size)
+                batch = Batch(epoch, step, count, rows, seed=self.seed)
+                for _ in split(count, self.shares)[self.world.rank]:
+                    batch.micro_batches.append(self._good(next(loaded)))
+                yield batch, step + 1 == plan.steps
 
     def _stream(self) -> Iterator[tuple[Batch, bool]]:
         stream = Stream(
@@ -182,12 +184,12 @@ class Loader:
             epoch=self.epoch,
             first_step=self.step_in_epoch,
         )
-        loaded = self._load(stream, None)
         held: Batch | None = None
-        for item in loaded:  # one batch is held back, to know which is the last
-            if held is not None:
-                yield held, False
-            held = self._good(item)
+        with closing(self._load(stream, None)) as loaded:
+            for item in loaded:  # one batch is held back, to know which is the last
+                if held is not None:
+                    yield held, False
+                held = self._good(item)
         if held is not None:
             yield held, True
         else:
@@ -197,7 +199,7 @@ class Loader:
                 + (f" after batch {self.step_in_epoch}." if self.step_in_epoch else ".")
             )
 
-    def _load(self, dataset: Any, sampler: Iterable | None) -> Iterator[Any]:
+    def _load(self, dataset: Any, sampler: Iterable | None) -> Generator[Any, None, None]:
         return load(dataset, sampler, self.workers, self.prefetch, self.pin_memory)
 
     def _good(self, item: Any) -> Any:

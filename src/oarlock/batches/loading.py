@@ -7,7 +7,7 @@ import itertools
 import multiprocessing
 import signal
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,14 +149,17 @@ def _end_workers() -> None:
             worker.kill()
 
 
-def _drain(loaded: Iterator[Any]) -> Iterator[Any]:
-    """A DataLoader's iterator whose workers end with ``close()``, as it holds the only handle."""
+def _drain(loaded: Iterator[Any]) -> Generator[Any, None, None]:
+    """A DataLoader's iterator whose workers end with ``close()``, as it holds the only handle.
+
+    Left to the garbage collector, PyTorch may wait for them in vain.
+    """
     yield from loaded
 
 
 def load(
     dataset: Any, sampler: Iterable | None, workers: int, prefetch: int, pin_memory: bool
-) -> Iterator[Any]:
+) -> Generator[Any, None, None]:
     """The items of ``dataset`` that ``sampler`` asks for, through PyTorch's DataLoader."""
     before = set(multiprocessing.active_children())
     loader: DataLoader = DataLoader(
