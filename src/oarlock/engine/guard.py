@@ -63,8 +63,10 @@ def combine(values: Sequence[int]) -> str:
     return hashlib.blake2b(json.dumps(list(values)).encode(), digest_size=8).hexdigest()
 
 
-def check_replicas(model: nn.Module, world: World) -> str:
+def check_replicas(model: nn.Module, world: World, last_good: int) -> str:
     """Compare parameters and buffers over the ranks. Collective. Returns their fingerprint.
+
+    ``last_good``: the step after which the replicas were last seen alike.
 
     Raises:
         DivergedError: names the first tensor that differs, the odd rank and the step.
@@ -88,8 +90,8 @@ def check_replicas(model: nn.Module, world: World) -> str:
     raise DivergedError(
         f"Replicas differ after step {world.steps}: {state[column][0]} on {names} is not what the "
         f"other ranks hold ({differ} of {len(state)} tensors differ).\n"
-        "The run stops, because its result would be wrong. Continue from the last checkpoint "
-        "saved before this step.\n"
+        f"They were alike after step {last_good}: continue from a checkpoint saved at or before "
+        "it; later ones hold weights that no single process would have.\n"
         "Likely causes: weights changed outside engine.step (an own optimizer.step, a callback on "
         "one rank), a buffer that a custom operation writes, or a faulty device."
     )

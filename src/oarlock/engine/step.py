@@ -151,7 +151,7 @@ class DataParallel:
             if self.world.size > 1
             else None
         )
-        self.steps_done = 0
+        self.steps_done = self._last_good = 0
         self.stopping = False
         self._stop_asked = self._updating = False
         # A second engine on the same optimizer takes over: the first one's hook would refuse it.
@@ -332,7 +332,9 @@ class DataParallel:
             DivergedError: naming the first tensor that differs, the odd rank and the step.
         """
         self.world.announce("check", self.steps_done).wait()
-        return guard.check_replicas(self.model, self.world)
+        print_ = guard.check_replicas(self.model, self.world, self._last_good)
+        self._last_good = self.steps_done
+        return print_
 
     # -- beside the step -----------------------------------------------------------------------
 
@@ -376,7 +378,7 @@ class DataParallel:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken."""
-        self.steps_done = self.world.steps = int(state["steps_done"])
+        self.steps_done = self.world.steps = self._last_good = int(state["steps_done"])
         if self.precision.name == "fp16":
             self.precision.scale = float(state["loss_scale"])
             self.precision.good_steps = int(state["good_steps"])
