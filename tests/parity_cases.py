@@ -262,7 +262,9 @@ CASES: dict[str, Case] = {
         rows=_points(23), batch=10, micro=4, optimizer=_sgd
     ),
     **{
-        f"{count} micro-batches": _plain(rows=_points(2 * count + 1), batch=2 * count, micro=2)
+        f"{count} micro-batches": _plain(
+            rows=_points(2 * count + 1), batch=2 * count, micro=2, wide=count in (5, 32)
+        )
         for count in (1, 2, 3, 4, 5, 6, 7, 8, 16, 32)  # 1 to 8 on a rank, whatever the world
     },
     "micro-batch larger than the batch": _plain(batch=5, micro=99),
@@ -277,9 +279,9 @@ CASES: dict[str, Case] = {
     "warm-up": _plain(scheduler=_warmup, batch=8, micro=1),
     "one cycle": _plain(scheduler=_one_cycle, optimizer=_groups),
     "fractional weights": _plain(rows=_ROWS, loss=_weighted, batch=9, micro=2),
-    "tuple": _plain(model=lambda: MLP("tuple"), loss=_of(lambda out: out[0])),
-    "dict": _plain(model=lambda: MLP("dict"), loss=_of(lambda out: out["y"])),
-    "dataclass": _plain(model=lambda: MLP("dataclass"), loss=_of(lambda out: out.y)),
+    "tuple": _plain(model=lambda: MLP("tuple"), loss=_of(lambda out: out[0]), wide=False),
+    "dict": _plain(model=lambda: MLP("dict"), loss=_of(lambda out: out["y"]), wide=False),
+    "dataclass": _plain(model=lambda: MLP("dataclass"), loss=_of(lambda out: out.y), wide=False),
     "tiny buckets": _plain(engine=_TINY_BUCKETS),
     "no overlap": _plain(engine={"overlap": False, **_TINY_BUCKETS}),
     "gradient penalty": _plain(loss=_penalised),
@@ -307,7 +309,7 @@ CASES: dict[str, Case] = {
     "llama, lora, checkpointing": _text(
         model=llama_lora, loss=_causal, steps=10, worlds=(1, 2), wide=False
     ),
-    "digits": _pictures(),
+    "digits": _pictures(steps=20),
     "digits, sgd": _pictures(optimizer=_sgd, engine=_TINY_BUCKETS),
     "batchnorm": _norms(),
     "batchnorm, adamw": _norms(optimizer=_adamw, tolerance=2e-5),
