@@ -271,7 +271,6 @@ def test_breaking_off_an_epoch_continues_it() -> None:
     [
         ("seed", {"seed": 1}),
         ("batch_size", {"batch_size": 5}),
-        ("micro_batch_size", {"micro_batch_size": 1}),
         ("rows", {"dataset": range(11)}),
         ("shuffle", {"shuffle": False}),
         ("drop_last", {"drop_last": True}),
@@ -554,3 +553,15 @@ def test_tensors_are_collated_as_usual() -> None:
     data = batch.micro_batches[0].data
     assert data["x"].shape == (4, 3)
     assert data["y"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_resume_may_take_another_micro_batch_size(caplog: pytest.LogCaptureFixture) -> None:
+    """A smaller card needs smaller micro-batches; the rows that follow stay the same."""
+    before = Loader(range(20), 6, 3, seed=2, world=World("cpu"))
+    next(iter(before))
+    after = Loader(range(20), 6, 2, seed=2, world=World("cpu"))
+    with caplog.at_level("WARNING", logger="oarlock"):
+        after.load_state_dict(before.state_dict())
+    assert "micro_batch_size = 3, this run has 2" in caplog.text
+    rest = [[r for m in b.micro_batches for r in m.rows] for b in after]
+    assert rest == [[r for m in b.micro_batches for r in m.rows] for b in before]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -14,6 +15,8 @@ from oarlock.batches.loading import Failed, MicroBatches, Stream, load
 from oarlock.batches.order import Plan, split
 from oarlock.errors import CheckpointError, ConfigError, DataError
 from oarlock.world import World, current
+
+log = logging.getLogger("oarlock")
 
 
 class Loader:
@@ -224,8 +227,11 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Stand where ``state`` stood.
 
+        Another micro-batch size is taken, with a word: the rows and their order stay the same,
+        only random numbers and BatchNorm see them in other groups. A smaller card may need it.
+
         Raises:
-            CheckpointError: the state belongs to other data, another seed or other batch sizes.
+            CheckpointError: the state belongs to other data, another seed or batch size.
         """
         mine = self.state_dict()
         if not isinstance(state, dict) or not all(
@@ -233,12 +239,22 @@ class Loader:
         ):
             raise CheckpointError(f"This is no position of a Loader: {str(state)[:200]}")
         for name in list(mine)[2:]:
-            if state.get(name) != mine[name]:
-                raise CheckpointError(
-                    f"The checkpoint was made with {name} = {state.get(name)}, this run has "
-                    f"{mine[name]}; continuing would use rows twice or never.\n"
-                    f"Set {name} back to {state.get(name)}, or start a new run."
-                )
+            if state.get(name) == mine[name]:
+                continue
+            if name == "micro_batch_size":
+                if self.world.is_main:
+                    log.warning(
+                        "The checkpoint was made with micro_batch_size = %s, this run has %s: the "
+                        "same rows in the same global batches, but other random numbers in them.",
+                        state.get(name),
+                        mine[name],
+                    )
+                continue
+            raise CheckpointError(
+                f"The checkpoint was made with {name} = {state.get(name)}, this run has "
+                f"{mine[name]}; continuing would use rows twice or never.\n"
+                f"Set {name} back to {state.get(name)}, or start a new run."
+            )
         self.epoch, self.step_in_epoch = int(state["epoch"]), int(state["step"])
         if self.plan is not None and self.step_in_epoch >= self.plan.steps:
             self.epoch, self.step_in_epoch = self.epoch + 1, 0
