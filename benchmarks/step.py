@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from models import GPT, SIZES, Size, loss_sum
 
 import oarlock
+from oarlock import Batch, MicroBatch
 
 TIME = 64  # tokens a row
 
@@ -83,7 +84,10 @@ class Oarlock:
         self.bytes = 0
 
     def __call__(self, ids: Tensor) -> None:
-        result = self.engine.step([ids], loss_sum)
+        world, step = self.engine.world, self.engine.steps_done
+        part = MicroBatch(world.rank, tuple(range(len(ids))), ids)
+        batch = Batch(0, step, world.size, world.size * len(ids), [part])  # as a Loader makes it
+        result = self.engine.step(batch, loss_sum)
         self.waits.append(result.wait_seconds)
         self.bytes = result.exchanged_bytes
 

@@ -50,10 +50,13 @@ class Exchange:
         for name, parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._hook(name))
 
-    def _place(self, members: list[tuple[str, Parameter]]) -> None:
-        self.buckets = fill_buckets(
-            members, self.bucket_bytes, min(FIRST_BUCKET_BYTES, self.bucket_bytes)
-        )
+    def _place(self, members: list[tuple[str, Parameter]], last: int | None = None) -> None:
+        first = min(FIRST_BUCKET_BYTES, self.bucket_bytes)
+        # Nothing hides what is sent at the very end, so the gradient that comes last (an
+        # embedding's, often large) keeps no other waiting.
+        cut = len(members) if last is None or last < 1 else last
+        self.buckets = fill_buckets(members[:cut], self.bucket_bytes, first)
+        self.buckets += fill_buckets(members[cut:], self.bucket_bytes, first)
         self._home: dict[str, tuple[Bucket, Slot]] = {
             slot.name: (bucket, slot) for bucket in self.buckets for slot in bucket.slots
         }
@@ -168,4 +171,4 @@ class Exchange:
             name: (not is_used, place.get(name, late))
             for (name, _), is_used in zip(self._parameters, used, strict=True)
         }
-        self._place(sorted(self._parameters, key=lambda member: order[member[0]]))
+        self._place(sorted(self._parameters, key=lambda member: order[member[0]]), sum(used) - 1)
