@@ -52,11 +52,12 @@ class Exchange:
 
     def _place(self, members: list[tuple[str, Parameter]], last: int | None = None) -> None:
         first = min(FIRST_BUCKET_BYTES, self.bucket_bytes)
-        # Nothing hides what is sent at the very end, so the gradient that comes last (an
-        # embedding's, often large) keeps no other waiting.
-        cut = len(members) if last is None or last < 1 else last
-        self.buckets = fill_buckets(members[:cut], self.bucket_bytes, first)
-        self.buckets += fill_buckets(members[cut:], self.bucket_bytes, first)
+        self.buckets = fill_buckets(members, self.bucket_bytes, first)
+        if last is not None and last > 0 and len(self.buckets) > 1:
+            # Nothing hides what is sent at the very end, so the gradient that comes last (an
+            # embedding's, often large) keeps no other waiting.
+            self.buckets = fill_buckets(members[:last], self.bucket_bytes, first)
+            self.buckets += fill_buckets(members[last:], self.bucket_bytes, first)
         self._home: dict[str, tuple[Bucket, Slot]] = {
             slot.name: (bucket, slot) for bucket in self.buckets for slot in bucket.slots
         }
