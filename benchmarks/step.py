@@ -1,12 +1,18 @@
 """One step, side by side in one run: Oarlock, plain PyTorch without communication, and DDP.
 
-    python benchmarks/step.py [--sizes 1.8M 13.8M 44M] [--rounds 40] [--ranks 2]
+    python benchmarks/step.py [--sizes 1.8M 13.8M 44M] [--runs 4] [--rounds 12] [--ranks 2]
 
 Contestants take turns step by step, in an order drawn anew each round, so that a slow moment of the
 machine hits all alike; the table shows medians and their ratios. All do the same work: forward,
 backward, clipping to norm 1, AdamW. The one that Oarlock is held against runs twice, as two
-contestants: what those two differ by is noise. Memory is measured apart, one contestant a process:
-the growth of the resident set's peak over what the model itself takes.
+contestants: what those two differ by is noise. Who is built first in a process is faster by some
+percent (its tensors lie better in memory), so the race is run several times in fresh processes, in
+each the contestants are built in another order, and the times are pooled.
+
+"alone" is the exchange with nothing beside it; "waited" is what of it backward did not hide: the
+shortest wait among the ranks, since the others also wait for that rank to finish its backward.
+Memory is measured apart, one contestant a process: the growth of the resident set's peak over what
+the model itself takes.
 """
 
 from __future__ import annotations
@@ -109,19 +115,17 @@ def exchange_alone(engine: oarlock.DataParallel) -> float:
     return statistics.median(times)
 
 
-def race(world: oarlock.World, size: Size, rounds: int) -> dict[str, Any]:
-    """Median step seconds of each contestant, taking turns."""
+def race(world: oarlock.World, size: Size, rounds: int, run: int) -> dict[str, Any]:
+    """Step seconds of each contestant, taking turns, and how Oarlock's exchange went."""
     ids = torch.randint(0, size.vocabulary, (size.tokens // TIME, TIME + 1))
-    engine = Oarlock(size, world)
-    contestants: dict[str, Callable[[Tensor], None]] = {"plain": plain(size, world)}
-    if world.size > 1:
-        contestants |= {"ddp": ddp(size, world), "ddp again": ddp(size, world)}
-    else:
-        contestants["plain again"] = plain(size, world)
-    contestants["oarlock"] = engine
-    names = list(contestants)
+    makers: dict[str, Callable[..., Any]] = {"plain": plain, "oarlock": Oarlock}
+    makers |= {"ddp": ddp, "ddp again": ddp} if world.size > 1 else {"plain again": plain}
+    names = sorted(makers)
+    names = names[run % len(names) :] + names[: run % len(names)]
+    contestants = {name: makers[name](size, world) for name in names}
+    engine: Oarlock = contestants["oarlock"]
     times: dict[str, list[float]] = {n: [] for n in names}
-    shuffle = random.Random(0).shuffle  # alike on all ranks
+    shuffle = random.Random(run).shuffle  # alike on all ranks
     for i in range(rounds + 3):
         shuffle(names)
         for name in names:
@@ -130,13 +134,24 @@ def race(world: oarlock.World, size: Size, rounds: int) -> dict[str, Any]:
             contestants[name](ids)
             if i >= 3:  # the first rounds warm up
                 times[name].append(time.perf_counter() - start)
-    alone = exchange_alone(engine.engine)
     return {
         "times": times,
-        "alone": alone,
-        "wait": statistics.median(engine.waits[3:]),
+        "alone": [exchange_alone(engine.engine)],
+        "waits": [min(waits) for waits in zip(*world.gather(engine.waits[3:]), strict=True)],
         "bytes": engine.bytes,
     }
+
+
+def pooled(ranks: int, size: Size, runs: int, rounds: int) -> dict[str, Any]:
+    """The race in ``runs`` fresh sets of processes, all times together."""
+    out = on_ranks(race, ranks, size, rounds, 0)
+    for run in range(1, runs):
+        more = on_ranks(race, ranks, size, rounds, run)
+        for name, times in more["times"].items():
+            out["times"][name] += times
+        out["alone"] += more["alone"]
+        out["waits"] += more["waits"]
+    return out | {k: statistics.median(out[k]) for k in ("alone", "waits")}
 
 
 def peak(world: oarlock.World, size: Size, name: str) -> float:
@@ -191,20 +206,21 @@ def ratio(times: dict[str, list[float]], name: str, *to: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", default=[s.name for s in SIZES])
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--runs", type=int, default=4)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--no-memory", action="store_true")
     args = parser.parse_args()
     print(f"torch {torch.__version__}, {os.cpu_count()} cores, one thread a rank, gloo, loopback")
-    print(f"{args.ranks} ranks; medians of {args.rounds} rounds, contestants taking turns\n")
+    print(f"{args.ranks} ranks; medians of {args.runs} runs of {args.rounds} rounds\n")
     print(
         f"{'model':>6} {'plain':>9} {'DDP':>9} {'Oarlock':>9} {'Oarlock/DDP':>12} {'noise':>7} "
         f"{'MB sent':>8} {'alone':>8} {'waited':>8} {'hidden':>7}   peak MiB: plain, DDP, Oarlock"
     )
     for size in (s for s in SIZES if s.name in args.sizes):
-        out = on_ranks(race, args.ranks, size, args.rounds)
+        out = pooled(args.ranks, size, args.runs, args.rounds)
         ms = {n: 1000 * statistics.median(t) for n, t in out["times"].items()}
-        hidden = 1 - out["wait"] / out["alone"]
+        hidden = 1 - out["waits"] / out["alone"]
         memory = (
             ""
             if args.no_memory
@@ -216,14 +232,14 @@ def main() -> None:
             f"{size.name:>6} {ms['plain']:>6.0f} ms {ms['ddp']:>6.0f} ms {ms['oarlock']:>6.0f} ms "
             f"{ratio(out['times'], 'oarlock', 'ddp', 'ddp again'):>12.3f} "
             f"{ratio(out['times'], 'ddp again', 'ddp'):>7.3f} {out['bytes'] / 1e6:>8.1f} "
-            f"{1000 * out['alone']:>5.0f} ms {1000 * out['wait']:>5.0f} ms {hidden:>7.0%}   "
+            f"{1000 * out['alone']:>5.0f} ms {1000 * out['waits']:>5.0f} ms {hidden:>7.0%}   "
             f"{memory}",
             flush=True,
         )
     print("\n1 rank:")
     print(f"{'model':>6} {'plain':>9} {'Oarlock':>9} {'Oarlock/plain':>14} {'noise':>7}")
     for size in (s for s in SIZES if s.name in args.sizes):
-        out = on_ranks(race, 1, size, args.rounds)
+        out = pooled(1, size, args.runs, args.rounds)
         ms = {n: 1000 * statistics.median(t) for n, t in out["times"].items()}
         print(
             f"{size.name:>6} {ms['plain']:>6.0f} ms {ms['oarlock']:>6.0f} ms "

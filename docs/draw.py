@@ -371,6 +371,7 @@ COLUMNS = {
     "world": 0.4,
     "environment": 0.4,
 }
+FOOT = {"errors", "words"}  # everybody's: a bar at the foot instead of arrows
 COLUMNS |= {"randomness": 0.62, "rendezvous": 0.4, "devices": 0.16}
 
 
@@ -380,7 +381,7 @@ def draw_layers() -> str:
     levels: dict[int, list[str]] = {}
     for part in arrows:
         levels.setdefault(level_of(part, arrows), []).append(part)
-    del levels[level_of("errors", arrows)]  # everybody's: a bar at the foot instead of arrows
+    del levels[level_of("errors", arrows)]
     width, height, gap, box = 900.0, 42.0, 30.0, 160.0
     top = 76.0
     tallest = max(levels)
@@ -394,12 +395,14 @@ def draw_layers() -> str:
     y_of = {part: top + level * (height + gap) for level, row in levels.items() for part in row}
     for part in sorted(arrows):
         indirect = reachable(arrows[part], arrows)
-        for target in sorted(arrows[part] - indirect - {"errors"}):
+        for target in sorted(arrows[part] - indirect - FOOT):
             svg.curve(centre[part], y_of[part] + height, centre[target], y_of[target] - 2)
     foot = top + (tallest + 1) * (height + gap)
     svg.box(24, foot, width - 48, 28, PALE, LINE)
-    svg.text(width / 2, foot + 18, "errors: what a person reads (used by all)", anchor="middle")
-    for part in sorted(set(arrows) - {"errors"}):
+    svg.text(
+        width / 2, foot + 18, "errors, words: what a person reads (used by all)", anchor="middle"
+    )
+    for part in sorted(set(arrows) - FOOT):
         color = 1 if part == "engine" else 0
         svg.box(centre[part] - box / 2, y_of[part], box, height, FILLS[color], EDGES[color])
         svg.text(centre[part], y_of[part] + 19, part, anchor="middle", bold=True)

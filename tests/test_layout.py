@@ -27,6 +27,7 @@ LAYERS = (
     "environment",
     "processes",
     "randomness",
+    "words",
     "errors",
 )
 HEAVY = {

@@ -6,6 +6,9 @@ carries the exit status that the command line ends with.
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 
 class OarlockError(Exception):
     """Base class. ``exit_status`` is what a command ends with when this error reaches the top."""
@@ -71,3 +74,20 @@ class SaveError(OarlockError):
 
 class PeerLostError(OutOfStepError):
     """Another rank is gone. Its own error is the cause; this one only follows from it."""
+
+
+def whole_number(name: str, value: Any, least: int, hint: str = "") -> int:
+    """``value`` as an int; NumPy's integers are whole numbers too, booleans are not.
+
+    Raises:
+        ConfigError: not a whole number, or below ``least``. ``hint`` ends the sentence.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or number < least:
+        raise ConfigError(
+            f"{name} is {value!r}; it must be a whole number, at least {least}{hint}."
+        )
+    return number

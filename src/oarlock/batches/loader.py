@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, default_collate
 from oarlock.batches.batch import Batch
 from oarlock.batches.loading import Failed, MicroBatches, Stream, load
 from oarlock.batches.order import Plan, split
-from oarlock.errors import CheckpointError, ConfigError, DataError
+from oarlock.errors import CheckpointError, ConfigError, DataError, whole_number
 from oarlock.world import World, current
 
 log = logging.getLogger("oarlock")
@@ -64,20 +64,13 @@ class Loader:
         pin_memory: bool | None = None,
         world: World | None = None,
     ) -> None:
-        for name, value, least in (
-            ("batch_size", batch_size, 1),
-            ("micro_batch_size", micro_batch_size, 1),
-            ("workers", workers, 0),
-            ("prefetch", prefetch, 1),
-            ("seed", seed, 0),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(
-                    f"{name} is {value!r}; it must be a whole number, at least {least}."
-                )
         self.world = world or current()
-        self.dataset, self.batch_size, self.micro_batch_size = dataset, batch_size, micro_batch_size
-        self.seed, self.drop_last, self.workers, self.prefetch = seed, drop_last, workers, prefetch
+        self.dataset, self.drop_last = dataset, drop_last
+        self.batch_size = whole_number("batch_size", batch_size, 1)
+        self.micro_batch_size = whole_number("micro_batch_size", micro_batch_size, 1)
+        self.seed = whole_number("seed", seed, 0)
+        self.workers = whole_number("workers", workers, 0)
+        self.prefetch = whole_number("prefetch", prefetch, 1)
         self.collate = collate_fn or default_collate
         try:
             self.shares = [1.0] * self.world.size if shares is None else [float(s) for s in shares]

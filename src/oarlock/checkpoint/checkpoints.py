@@ -19,11 +19,12 @@ from typing import Any, Literal, overload
 
 import torch
 
+from oarlock import words
 from oarlock.checkpoint import model, optimizer, storage
 from oarlock.checkpoint.collective import agree, announce, on_main
 from oarlock.checkpoint.storage import Checkpoint
 from oarlock.checkpoint.tensorfiles import Reader, Taker, check_json, unpack
-from oarlock.errors import CheckpointError, ConfigError, SaveError
+from oarlock.errors import CheckpointError, ConfigError, SaveError, whole_number
 from oarlock.world import World
 
 __all__ = ["Checkpoint", "Checkpoints", "Loaded"]
@@ -79,9 +80,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | Path, keep: int = 3) -> None:
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            raise ConfigError(f"keep is {keep!r}; it must be a whole number, at least 1.")
-        self.folder, self.keep = _path(folder, "folder"), keep
+        self.folder, self.keep = _path(folder, "folder"), whole_number("keep", keep, 1)
         self.last_problem: str | None = None
         try:
             if self.folder.is_file():
@@ -225,16 +224,16 @@ class Checkpoints:
         state = optimizer.optimizer_bytes(engine.optimizer)
         if with_state and not state:  # before the first step: assume Adam's two tensors
             held = [p for g in engine.optimizer.param_groups for p in g["params"]]
-            state = 2 * sum(p.numel() * p.element_size() for p in held)
+            state = 2 * sum(p.numel() * p.elementwords.size() for p in held)
         return model.model_bytes(engine.model) + state + _SPARE
 
     def _why(self, error: OSError, engine: Any, with_state: bool = False) -> str:
         reason = error.strerror or os.strerror(error.errno or 0)
         text = f"{reason} ({error.filename or self.folder})."
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            needed = _size(self._needed(engine, with_state))
+            needed = words.size(self._needed(engine, with_state))
             try:
-                free = _size(shutil.disk_usage(self.folder).free)
+                free = words.size(shutil.disk_usage(self.folder).free)
             except OSError:
                 free = "unknown"
             text += f"\nA checkpoint needs about {needed}; free in {self.folder}: {free}."
@@ -392,10 +391,3 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 def _some(lines: list[str], most: int = 5) -> list[str]:
     return lines[:most] + ([f"… and {len(lines) - most} more."] if len(lines) > most else [])
-
-
-def _size(bytes_: int) -> str:
-    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if bytes_ >= 1 << power:
-            return f"{bytes_ / (1 << power):.1f} {unit}"
-    return f"{bytes_} bytes"

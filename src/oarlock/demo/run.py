@@ -131,6 +131,7 @@ def _launch(output: Path, ranks: int, threads: int, only: bool) -> int:
         ranks,
         log_dir=run_file.parent / "logs",
         env={"OMP_NUM_THREADS": str(threads)} | for_ranks(),
+        prefix_main=False,
     )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from oarlock.engine.names import clean, named_buffers, named_parameters
-from oarlock.errors import ConfigError, SetupError
+from oarlock.errors import ConfigError, SetupError, whole_number
 from oarlock.world import World
 
 # These need the whole loss function again, several times within one update.
@@ -144,10 +144,8 @@ def check_settings(
         raise ConfigError(f"clip_norm is {clip_norm!r}; it must be a positive number, or None.")
     if not (_is_number(bucket_mb) and 0 < bucket_mb < math.inf):
         raise ConfigError(f"bucket_mb is {bucket_mb!r}; it must be a positive number of MiB.")
-    if not isinstance(guard_every, int) or guard_every < 0:
-        raise ConfigError(f"guard_every is {guard_every!r}; it must be a whole number (0: never).")
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ConfigError(f"seed is {seed!r}; it must be a whole number, at least 0.")
+    whole_number("guard_every", guard_every, 0, " (0: never)")
+    whole_number("seed", seed, 0)
     if nonfinite not in NONFINITE:
         raise ConfigError(f"nonfinite is {nonfinite!r}; it must be one of {', '.join(NONFINITE)}.")
 
@@ -170,7 +168,9 @@ def check_loss(answer: Any) -> tuple[Tensor, float]:
             f"loss_fn must return a scalar tensor as loss_sum, not {shape}.\n"
             "Sum over the items: reduction='sum', or loss.sum()."
         )
-    number = weight.item() if isinstance(weight, Tensor) and weight.numel() == 1 else weight
+    number = weight
+    if hasattr(weight, "item") and math.prod(getattr(weight, "shape", (0,))) == 1:
+        number = weight.item()  # a tensor's or NumPy's single number
     if not _is_number(number) or not 0 <= number < math.inf:
         raise SetupError(
             "loss_fn must return a weight that is a finite number and not negative, not "

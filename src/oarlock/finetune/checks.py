@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from oarlock import words
 from oarlock.config import RunConfig
 from oarlock.errors import ConfigError, ModelError
 from oarlock.finetune.plan import Steps, batch_table, describe_steps, steps_of
@@ -54,7 +55,7 @@ class Checked:
             out.append(f"{output}/model: base and adapter merged")
         if self.config.model.path.endswith(".gguf"):
             out.append(f"{output}/base: the GGUF file's model as an ordinary folder")
-        out.append(f"at most {self.disk_bytes / 2**30:.2f} GiB in all")
+        out.append(f"at most {words.size(self.disk_bytes)} in all")
         return out
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,8 +99,12 @@ def ranks_for(config: RunConfig, ranks: int | None) -> int:
     return wanted
 
 
-def check_all(config: RunConfig, ranks: int | None, *, resuming: bool = False) -> Checked:
+def check_all(
+    config: RunConfig, ranks: int | None, *, resuming: bool = False, only_looking: bool = False
+) -> Checked:
     """Run every check; the model's weights are not loaded, nothing is written.
+
+    ``only_looking``: an output folder that cannot take a new run is a note, not an error.
 
     Raises:
         ConfigError, DataError, ModelError: the first thing that is wrong.
@@ -119,8 +124,14 @@ def check_all(config: RunConfig, ranks: int | None, *, resuming: bool = False) -
 
     quiet_environment()
     size = ranks_for(config, ranks)
+    notes = []
     if not resuming:
-        check_output(config.output)
+        try:
+            check_output(config.output)
+        except ConfigError as error:
+            if not only_looking:
+                raise
+            notes.append(f"note: training would stop here: {error}")
     if config.train.tensorboard:
         check_tensorboard()
     base = config.output / "base"
@@ -134,12 +145,12 @@ def check_all(config: RunConfig, ranks: int | None, *, resuming: bool = False) -
     bare = skeleton(settings, config.model)
     if config.train.method == "lora" and config.lora.targets is not None:
         check_targets(bare, config.lora.targets)
-    notes = _fits(config, settings, prepared)
+    notes += _fits(config, settings, prepared)
     weights = memory_of(bare)
     disk = _disk(config, weights, bare)
     check_space(config.output, disk)
     kind = type(bare).__name__
-    line = f"model: {config.model.path} ({kind}, {weights / 4e6:,.1f} M parameters)"
+    line = f"model: {config.model.path} ({kind}, {words.count(weights / 4)} parameters)"
     return Checked(config, size, steps, prepared, line, disk, settings, tokenizer, notes)
 
 
@@ -216,8 +227,8 @@ def check_space(folder: Path, needed: int) -> None:
     disk = shutil.disk_usage(_existing(folder))
     if disk.total and needed > disk.free:  # 0: no real file system; making the folder will tell
         raise ConfigError(
-            f"{folder}: the run writes up to {needed / 2**20:,.0f} MiB there, but only "
-            f"{disk.free / 2**20:,.0f} MiB are free.\n"
+            f"{folder}: the run writes up to {words.size(needed)} there, but only "
+            f"{words.size(disk.free)} are free.\n"
             "Make room, choose another train.output, or lower train.keep."
         )
 

@@ -76,7 +76,7 @@ def check(
     """All checks without training; prints what the run would be. Writes nothing."""
     from oarlock.finetune.checks import check_all
 
-    checked = check_all(load(run_file, overrides), ranks)
+    checked = check_all(load(run_file, overrides), ranks, only_looking=True)
     color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     if json:
         shown = checked.prepared.show(3)
@@ -134,4 +134,5 @@ def _start(config: RunConfig, ranks: int, resume: bool) -> int:
         ranks,
         log_dir=config.output / "logs",
         env=for_ranks(),
+        prefix_main=False,
     )

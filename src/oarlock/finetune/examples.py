@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -103,6 +104,13 @@ class Examples(Sequence[Example]):
         """The share of rows whose end token is trained; 0.0 of no rows."""
         flags = np.asarray(self._flags)[self._rows()]
         return float((flags >> 1).mean()) if len(flags) else 0.0
+
+    def digest(self) -> str:
+        """16 hex digits that follow from every row's tokens and targets and from their order."""
+        hashed = hashlib.sha256()
+        for part in (self._ids, self._trained, self._starts, self._rows()):
+            hashed.update(np.ascontiguousarray(part).tobytes())
+        return hashed.hexdigest()[:16]
 
     @property
     def max_token_id(self) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from oarlock import words
 from oarlock.config import LoraSection, ModelSection
 from oarlock.errors import ModelError
 from oarlock.finetune.modelfiles import check_folder, check_gguf, resolve
@@ -258,11 +259,11 @@ def load_model(
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     kind = type(model.get_base_model() if method == "lora" else model).__name__
     description = (
-        f"{section.path}: {kind}, {total / 1e6:,.1f} M parameters, "
-        f"{trained / 1e6:,.2f} M of them trained"
+        f"{section.path}: {kind}, {words.count(total)} parameters, "
+        f"{words.count(trained)} of them trained"
         if method == "full"
-        else f"{section.path}: {kind}, {total / 1e6:,.1f} M parameters + a LoRA adapter of "
-        f"{trained / 1e6:,.2f} M"
+        else f"{section.path}: {kind}, {words.count(total)} parameters + a LoRA adapter of "
+        f"{words.count(trained)}"
     )
     return LoadedModel(model, tokenizer, base, description)
 

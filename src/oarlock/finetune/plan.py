@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from oarlock import words
 from oarlock.config import RunConfig
 from oarlock.errors import ConfigError
 
@@ -95,9 +96,10 @@ def describe_steps(config: RunConfig, steps: Steps) -> list[str]:
     train = config.train
     factor = schedule(train.schedule, steps)
     assert train.lr is not None
+    warmup = f"{words.many(steps.warmup, 'step')} of warmup, then " if steps.warmup else ""
     return [
-        f"{steps.total} steps ({steps.epochs:.4g} epochs of {steps.per_epoch} steps), one update "
-        "each",
-        f"learning rate {train.lr:g}: {steps.warmup} steps of warmup, then {train.schedule}; "
+        f"{words.many(steps.total, 'step')} ({steps.epochs:.4g} epochs of "
+        f"{words.many(steps.per_epoch, 'step')}), one update each",
+        f"learning rate {train.lr:g}: {warmup}{train.schedule}; "
         f"last step {train.lr * factor(steps.total - 1):.3g}",
     ]

@@ -65,6 +65,7 @@ class Prepared:
     encoder: Encoder
     report: Report
     max_token_id: int
+    digest: str  # of the training rows' tokens and targets, in order
 
     def show(self, n: int = 3, *, color: bool = False) -> list[str]:
         """The first ``n`` training rows as text, trained tokens marked."""
@@ -166,6 +167,7 @@ def prepare(
         encoder=encoder,
         report=report,
         max_token_id=max(source.examples.max_token_id for source in sources.values()),
+        digest=training.examples.digest(),
     )
 
 

@@ -110,10 +110,10 @@ def _stop_agreed(parts: Parts) -> bool:
 
 def _resume(parts: Parts) -> int:
     """Load the newest whole checkpoint; 0 where there is none yet."""
-    if parts.world.broadcast(parts.checkpoints.latest() is None):
+    info = parts.checkpoints.load(parts.engine, parts.loader, missing_ok=True)
+    if info is None:
         parts.screen.say("No checkpoint was written yet: starting from the beginning.")
         return 0
-    info = parts.checkpoints.load(parts.engine, parts.loader)
     was, now = info.settings, parts.settings()
     for name, what in (("data", "the data's rows"), ("steps", "the number of steps")):
         if name in was and was[name] != now[name]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from oarlock import words
 from oarlock.errors import ConfigError
 
 TERMINAL = "OARLOCK_TERMINAL"  # for ranks: the launcher has a terminal and shows rank 0's bar
@@ -76,7 +77,7 @@ class Screen:
             return
         text = (
             f"loss {numbers['loss']:.4f}  {numbers['tokens_per_second']:,.0f} tokens/s  "
-            f"{numbers['memory_bytes'] / 2**30:.2f} GiB"
+            f"{words.size(numbers['memory_bytes'])}"
         )
         if self._bar is not None:
             self._bar.update(self._task, completed=step, numbers=text)

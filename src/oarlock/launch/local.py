@@ -33,6 +33,7 @@ def launch(
     log_dir: str | os.PathLike[str] | None = None,
     env: Mapping[str, str] | None = None,
     stream: TextIO | None = None,
+    prefix_main: bool = True,
 ) -> int:
     """Run a script on ``n`` ranks of this machine and return the exit status.
 
@@ -49,6 +50,7 @@ def launch(
             in a temporary folder, after a failure only.
         env: variables for the ranks, over this process's own.
         stream: where to show everything; standard output and standard error by default.
+        prefix_main: False shows rank 0's lines without a prefix, where it speaks for all.
 
     Raises:
         UserError: a script, a number of ranks or a log folder that cannot be used.
@@ -69,7 +71,7 @@ def launch(
         screen = default_screen(stream)
         if screen.is_terminal:  # a bar of rank 0 is shown as it is drawn
             variables.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
-        outcome = _run(target, ranks, root, variables, screen)
+        outcome = _run(target, ranks, root, variables, screen, prefix_main)
     except BaseException:
         _tidy(root)
         raise
@@ -181,7 +183,14 @@ class _Signals:
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
-def _run(target: list[str], ranks: int, root: Path, env: dict[str, str], screen: Screen) -> Outcome:
+def _run(
+    target: list[str],
+    ranks: int,
+    root: Path,
+    env: dict[str, str],
+    screen: Screen,
+    prefix_main: bool,
+) -> Outcome:
     _quiet_elastic()
     from torch.distributed.elastic.rendezvous.api import RendezvousError
 
@@ -202,7 +211,7 @@ def _run(target: list[str], ranks: int, root: Path, env: dict[str, str], screen:
                 offsets[rank] = offset if isinstance(offset, int) and offset >= 0 else 1 << 62
         return offsets.get(rank)
 
-    output = Output(folders, screen, report_offset)
+    output = Output(folders, screen, report_offset, prefix_main=prefix_main)
     begin = time.monotonic()
     with _Signals() as signals:
         passed_on = 0

@@ -110,8 +110,8 @@ class Folder:
     that others had said already, its own lines move up in front of that one.
     """
 
-    def __init__(self, size: int, window: float = 0.5) -> None:
-        self.size, self.window = size, window
+    def __init__(self, size: int, window: float = 0.5, prefix_main: bool = True) -> None:
+        self.size, self.window, self.prefix_main = size, window, prefix_main
         self._waiting: list[_Entry] = []
         self._last: dict[int, _Entry] = {}
         self._first_line: float | None = None
@@ -168,7 +168,8 @@ class Folder:
         return 4 * self.window if starting else self.window
 
     def _prefixed(self, entry: _Entry) -> str:
-        prefix = f"[{name_ranks(entry.ranks)}] " if self.size > 1 else ""
+        alone = self.size == 1 or (entry.ranks == {0} and not self.prefix_main)
+        prefix = "" if alone else f"[{name_ranks(entry.ranks)}] "
         return (prefix + entry.text).rstrip()
 
 
@@ -239,6 +240,7 @@ class Output:
         report_offset: for a rank, where in its stderr the report of its last error begins, or
             None; what follows is not shown here, because the summary shows it once. Asked after
             reading, since a rank writes its error file before its report.
+        prefix_main: False leaves rank 0's own lines bare, where it speaks for all.
     """
 
     def __init__(
@@ -247,9 +249,10 @@ class Output:
         screen: Screen,
         report_offset: Callable[[int], int | None] = lambda rank: None,
         window: float = 0.5,
+        prefix_main: bool = True,
     ) -> None:
         self.screen = screen
-        self.folder = Folder(len(folders), window if len(folders) > 1 else 0.0)
+        self.folder = Folder(len(folders), window if len(folders) > 1 else 0.0, prefix_main)
         self._tails = [
             (rank, to_errors, Tail(folder / name))
             for rank, folder in enumerate(folders)
