@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
+import weakref
 from typing import Any
 
 import numpy as np
@@ -115,6 +117,23 @@ def test_buckets_and_overlap_do_not_change_a_bit() -> None:
             else:  # three terms: gloo's order of adding depends on where in a bucket a number lies
                 torch.testing.assert_close(weights, usual, rtol=1e-5, atol=1e-7)
         assert _equal(found["tiny, no overlap"][0], found["tiny buckets"][0])
+
+
+def _replaced(world: oarlock.World) -> bool:
+    engine = _build(world)
+    batch = next(iter(_loader(world, 8, 4, 1)))
+    engine.step(batch, _loss)
+    assert engine.exchange is not None
+    flat = weakref.ref(engine.exchange.buckets[0].flat)
+    second = oarlock.DataParallel(engine.model, engine.optimizer, world)
+    del engine
+    second.step(batch, _loss)
+    gc.collect()
+    return flat() is None
+
+
+def test_an_engine_that_was_replaced_keeps_no_memory() -> None:
+    assert run_ranks(_replaced, 2) == [True, True]
 
 
 # -- results -----------------------------------------------------------------------------------

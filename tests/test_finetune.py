@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_data, tiny_model
 
 from oarlock.config import ModelSection, dump, load
-from oarlock.errors import ConfigError, DivergedError, ModelError, SaveError
+from oarlock.errors import CheckpointError, ConfigError, DivergedError, ModelError, SaveError
 from oarlock.finetune import command
 from oarlock.finetune.export import export
 from oarlock.finetune.model import load_model
@@ -197,6 +197,15 @@ def test_the_command_stops_on_sigterm_and_resumes(place: Path, tmp_path: Path) -
     assert again.returncode == 2, again.stderr
     assert "the number of steps changed since the checkpoint (1200, now 900)" in again.stderr
     assert 3 < at < 900
+    # Nor may the rows' words change: as many rows of as many tokens are not the same data.
+    (output / "run.toml").write_text(text)
+    data = (place / "data.jsonl").read_text()
+    try:
+        (place / "data.jsonl").write_text("\n".join(reversed(data.splitlines())) + "\n")
+        with pytest.raises(CheckpointError, match="the data's rows changed since the checkpoint"):
+            command.resume(output, ranks=1)
+    finally:
+        (place / "data.jsonl").write_text(data)
 
 
 def lines_so_far(output: Path) -> list[str]:
@@ -237,6 +246,11 @@ def test_check_prints_everything_and_writes_nothing(
     ):
         assert expected in printed
     assert not output.exists()
+    output.mkdir()
+    (output / "run.toml").write_text("")  # what would stop a training run is a note here
+    assert command.check(None, settings(place, output)) == 0
+    assert "note: training would stop here: " in capsys.readouterr().out
+    (output / "run.toml").unlink()
     assert command.check(None, settings(place, output), json=True) == 0
     parsed = json.loads(capsys.readouterr().out)
     assert (parsed["steps"], parsed["warmup"], len(parsed["examples"])) == (6, 1, 3)

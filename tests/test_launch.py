@@ -133,6 +133,14 @@ def test_one_rank_has_no_prefix() -> None:
     assert folder.due(0.0) == [("plain", False)]
 
 
+def test_rank_0_can_speak_for_all() -> None:
+    folder = Folder(2, prefix_main=False)
+    for rank, text in ((0, "loss"), (1, "mine"), (0, "both"), (1, "both")):
+        folder.add(rank, text, False, 0.0)
+    shown = [text for text, _ in folder.due(9.0)]
+    assert shown == ["loss", "[rank 1] mine", "[ranks 0-1] both"]
+
+
 def test_a_bar_is_reduced_to_its_last_state(tmp_path: Path) -> None:
     assert last_state("\r 10%\r 50%\r\x1b[K100%") == "100%"
     log = tmp_path / "log"

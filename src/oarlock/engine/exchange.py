@@ -47,8 +47,10 @@ class Exchange:
         self._arrivals: list[str] = []
         self._parameters = list(parameters)
         self._place(list(reversed(self._parameters)))  # gradients come last layer first
-        for name, parameter in self._parameters:
+        self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(name))
+            for name, parameter in self._parameters
+        ]
 
     def _place(self, members: list[tuple[str, Parameter]], last: int | None = None) -> None:
         first = min(FIRST_BUCKET_BYTES, self.bucket_bytes)
@@ -139,6 +141,12 @@ class Exchange:
         self.wait_seconds = time.perf_counter() - started
         self._works = []
         self.stop()
+
+    def detach(self) -> None:
+        """Let go of the parameters, so that the buckets can be freed."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
 
     def stop(self) -> None:
         """Collect no more: gradients computed outside a step stay where autograd puts them."""

@@ -154,12 +154,13 @@ class DataParallel:
         self.steps_done = self._last_good = 0
         self.stopping = False
         self._stop_asked = self._updating = False
-        # A second engine on the same optimizer takes over: the first one's hook would refuse it.
-        previous = optimizer.__dict__.pop("_oarlock_hook", None)
-        if previous is not None:
-            previous.remove()
-        hook = optimizer.register_step_pre_hook(self._refuse_foreign_update)
-        optimizer.__dict__["_oarlock_hook"] = hook
+        # A second engine on the same optimizer takes over: the first one's hooks would refuse it,
+        # and keep its buckets in memory.
+        release = optimizer.__dict__.pop("_oarlock_release", None)
+        if release is not None:
+            release()
+        self._hook = optimizer.register_step_pre_hook(self._refuse_foreign_update)
+        optimizer.__dict__["_oarlock_release"] = self._release
 
     # -- the step ------------------------------------------------------------------------------
 
@@ -317,6 +318,11 @@ class DataParallel:
                 "Build a new DataParallel after such a change."
             )
         check_optimizer(self.optimizer, self.model)
+
+    def _release(self) -> None:
+        self._hook.remove()
+        if self.exchange:
+            self.exchange.detach()
 
     def _refuse_foreign_update(self, *_: Any) -> None:
         if not self._updating and self.world.size > 1 and not self.world.closed:
