@@ -278,7 +278,7 @@ def test_mistakes_are_found_before_anything_is_written(
     assert "tensorboard is not installed" in refused(place, output, train__tensorboard=True)
     monkeypatch.undo()
     monkeypatch.setattr(shutil, "disk_usage", lambda p: shutil._ntuple_diskusage(9, 9, 0))
-    assert "MiB are free" in refused(place, output)
+    assert "0 bytes are free" in refused(place, output)
     monkeypatch.undo()
     monkeypatch.setattr(os, "access", lambda *a, **k: False)
     assert "no permission to write" in refused(place, output)

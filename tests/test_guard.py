@@ -221,17 +221,6 @@ def test_stop_names_rank_micro_batch_rows_and_tensor(kind: str, size: int) -> No
         assert "nonfinite='skip'" in rest
 
 
-def _run_fp16(world: oarlock.World, kind: str) -> dict[str, Any]:
-    return _run(world, kind, precision="fp16")
-
-
-def test_in_fp16_a_bad_loss_is_not_taken_for_an_overflow() -> None:
-    for error in run_failing(_run_fp16, 2, "output"):  # no loss scale mends it
-        assert error is not None
-        assert error[0] == "NonFiniteError"
-        assert "first in the output of 0 (Linear), on rank " in error[1]
-
-
 def _run_continue(world: oarlock.World, kind: str) -> dict[str, Any]:
     return _run(world, kind, nonfinite="continue", guard_every=0)
 

@@ -224,7 +224,7 @@ class Checkpoints:
         state = optimizer.optimizer_bytes(engine.optimizer)
         if with_state and not state:  # before the first step: assume Adam's two tensors
             held = [p for g in engine.optimizer.param_groups for p in g["params"]]
-            state = 2 * sum(p.numel() * p.elementwords.size() for p in held)
+            state = 2 * sum(p.numel() * p.element_size() for p in held)
         return model.model_bytes(engine.model) + state + _SPARE
 
     def _why(self, error: OSError, engine: Any, with_state: bool = False) -> str:

@@ -48,8 +48,7 @@ class NonFinite:
         Raises:
             NonFiniteError: under the policy 'stop'.
         """
-        # The loss is not scaled: where it is bad itself, no other scale would mend it.
-        skip = math.isfinite(loss) and self.precision.overflowed()
+        skip = self.precision.overflowed()
         if not skip:
             message = self._message(loss, norm, batch, run)
             if self.policy == "stop":
