@@ -5,9 +5,9 @@
 Contestants take turns step by step, in an order drawn anew each round, so that a slow moment of the
 machine hits all alike; the table shows medians and their ratios. All do the same work: forward,
 backward, clipping to norm 1, AdamW. The one that Oarlock is held against runs twice, as two
-contestants: what those two differ by is noise. One process may
-favour one of them for as long as it lives, so the race is run several times in fresh processes, in
-each the contestants are built in another order, and the times are pooled.
+contestants: what those two differ by is noise. One process may favour one of them for as long as it
+lives, so the race is run several times in fresh processes, in each the contestants are built in
+another order, and the times are pooled.
 
 "alone" is the exchange with nothing beside it; "waited" is what of it backward did not hide: the
 shortest wait among the ranks, since the others also wait for that rank to finish its backward.

@@ -371,8 +371,8 @@ COLUMNS = {
     "world": 0.4,
     "environment": 0.4,
 }
-FOOT = {"errors", "words"}  # everybody's: a bar at the foot instead of arrows
 COLUMNS |= {"randomness": 0.62, "rendezvous": 0.4, "devices": 0.16}
+FOOT = {"errors", "words"}  # everybody's: a bar at the foot instead of arrows
 
 
 def draw_layers() -> str:

@@ -136,6 +136,16 @@ def test_an_engine_that_was_replaced_keeps_no_memory() -> None:
     assert run_ranks(_replaced, 2) == [True, True]
 
 
+def _numpy_settings(world: oarlock.World) -> tuple[type, type]:
+    engine = _build(world, seed=np.int64(3), guard_every=np.int64(2))
+    engine.step(next(iter(_loader(world, 8, 4, 1))), _loss)
+    return type(engine.seed), type(engine.guard_every)
+
+
+def test_numpys_integers_are_settings_like_any_other() -> None:
+    assert run_ranks(_numpy_settings, 2) == [(int, int)] * 2
+
+
 # -- results -----------------------------------------------------------------------------------
 
 

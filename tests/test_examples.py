@@ -43,9 +43,9 @@ def test_the_digits_are_told() -> None:
     assert losses(output)[60] < 0.3 * losses(output)[1]
 
 
-def test_the_characters_are_learnt_alike_by_one_rank_and_by_two() -> None:
+def test_the_characters_are_learnt_alike_by_one_rank_and_by_two(tmp_path: Path) -> None:
     alone = losses(run([sys.executable], "characters.py", "--steps=20"))
-    together = losses(run(TORCHRUN, "characters.py", "--steps=20"))
+    together = losses(run([*TORCHRUN, f"--log-dir={tmp_path}"], "characters.py", "--steps=20"))
     assert list(alone) == list(together) == [1, 10, 20]
     assert together[20] < 0.75 * together[1]
     assert together[1] == pytest.approx(alone[1], abs=2e-4)

@@ -221,6 +221,7 @@ def torchrun(folder: Path, source: str, ranks: int = 2) -> subprocess.Popen[str]
     script = folder / "script.py"
     script.write_text("import os, time\nimport oarlock\n" + source)
     options = [f"--nproc-per-node={ranks}", f"--master-port={free_port()}"]
+    options.append(f"--log-dir={folder / 'logs'}")  # torchrun's own choice is left behind in /tmp
     process = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *options, str(script)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "FOLDER": str(folder)},

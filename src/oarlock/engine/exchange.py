@@ -52,14 +52,14 @@ class Exchange:
             for name, parameter in self._parameters
         ]
 
-    def _place(self, members: list[tuple[str, Parameter]], last: int | None = None) -> None:
+    def _place(self, members: list[tuple[str, Parameter]], last: int = 0) -> None:
         first = min(FIRST_BUCKET_BYTES, self.bucket_bytes)
-        self.buckets = fill_buckets(members, self.bucket_bytes, first)
-        if last is not None and last > 0 and len(self.buckets) > 1:
-            # Nothing hides what is sent at the very end, so the gradient that comes last (an
-            # embedding's, often large) keeps no other waiting.
-            self.buckets = fill_buckets(members[:last], self.bucket_bytes, first)
-            self.buckets += fill_buckets(members[last:], self.bucket_bytes, first)
+        # Nothing hides what is sent at the very end, so the gradient that comes last (an
+        # embedding's, often large) keeps no other waiting; not where one bucket holds them all.
+        several = sum(p.numel() * p.element_size() for _, p in members) > first
+        cut = last if last > 0 and several else len(members)
+        self.buckets = fill_buckets(members[:cut], self.bucket_bytes, first)
+        self.buckets += fill_buckets(members[cut:], self.bucket_bytes, first)
         self._home: dict[str, tuple[Bucket, Slot]] = {
             slot.name: (bucket, slot) for bucket in self.buckets for slot in bucket.slots
         }

@@ -118,6 +118,7 @@ class DataParallel:
         overlap: bool = True,
     ) -> None:
         check_settings(sharding, clip_norm, bucket_mb, guard_every, nonfinite, seed)
+        guard_every, seed = int(guard_every), int(seed)  # NumPy's integers would overflow
         self.world = world or current()
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         trainable = check_model(model, self.world)

@@ -109,7 +109,7 @@ class Examples(Sequence[Example]):
         """16 hex digits that follow from every row's tokens and targets and from their order."""
         hashed = hashlib.sha256()
         for part in (self._ids, self._trained, self._starts, self._rows()):
-            hashed.update(np.ascontiguousarray(part).tobytes())
+            hashed.update(np.ascontiguousarray(part).data)
         return hashed.hexdigest()[:16]
 
     @property
