@@ -7,7 +7,7 @@ machine hits all alike; the table shows medians and their ratios. All do the sam
 backward, clipping to norm 1, AdamW. The one that Oarlock is held against runs twice, as two
 contestants: what those two differ by is noise. One process may favour one of them for as long as it
 lives, so the race is run several times in fresh processes, in each the contestants are built in
-another order, and the times are pooled.
+another order, and the times are pooled. While it races glibc is told to keep freed memory.
 
 "alone" is the exchange with nothing beside it; "waited" is what of it backward did not hide: the
 shortest wait among the ranks, since the others also wait for that rank to finish its backward.
@@ -18,6 +18,7 @@ the model itself takes.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import multiprocessing
 import os
 import random
@@ -115,8 +116,22 @@ def exchange_alone(engine: oarlock.DataParallel) -> float:
     return statistics.median(times)
 
 
+def keep_freed_memory() -> None:
+    """Let glibc give no memory back: whose step next faults 16 MiB of logits in again is chance.
+
+    It was seen to cost one contestant or the other 4 % of a small model's step, for as long as a
+    process lives, depending only on the order of its allocations.
+    """
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        m_trim_threshold, m_mmap_threshold = -1, -3  # malloc.h
+        libc.mallopt(m_trim_threshold, (1 << 31) - 1)
+        libc.mallopt(m_mmap_threshold, 1 << 30)
+
+
 def race(world: oarlock.World, size: Size, rounds: int, run: int) -> dict[str, Any]:
     """Step seconds of each contestant, taking turns, and how Oarlock's exchange went."""
+    keep_freed_memory()
     ids = torch.randint(0, size.vocabulary, (size.tokens // TIME, TIME + 1))
     makers: dict[str, Callable[..., Any]] = {"plain": plain, "oarlock": Oarlock}
     makers |= {"ddp": ddp, "ddp again": ddp} if world.size > 1 else {"plain again": plain}

@@ -136,6 +136,29 @@ def test_an_engine_that_was_replaced_keeps_no_memory() -> None:
     assert run_ranks(_replaced, 2) == [True, True]
 
 
+def _laid_out_anew(world: oarlock.World) -> tuple[bool, bool]:
+    """In the step that lays the buckets out as gradients came, are the first ones gone by then?"""
+    engine = _build(world, bucket_mb=0.0005)
+    first, second, *_ = _loader(world, 12, 4, 1)
+    engine.step(first, _loss)
+    assert engine.exchange is not None
+    old = [weakref.ref(bucket.flat) for bucket in engine.exchange.buckets]
+    place, gone = engine.exchange._place, []
+
+    def watched(*args: Any) -> None:
+        gc.collect()
+        gone.append(all(flat() is None for flat in old))
+        place(*args)
+
+    engine.exchange._place = watched  # type: ignore[method-assign]
+    engine.step(second, _loss)
+    return len(old) > 1, gone == [True]
+
+
+def test_buckets_laid_out_anew_never_lie_beside_the_old_ones() -> None:
+    assert run_ranks(_laid_out_anew, 2) == [(True, True)] * 2
+
+
 def _numpy_settings(world: oarlock.World) -> tuple[type, type]:
     engine = _build(world, seed=np.int64(3), guard_every=np.int64(2))
     engine.step(next(iter(_loader(world, 8, 4, 1))), _loss)

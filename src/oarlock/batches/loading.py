@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from oarlock.batches.batch import Batch, MicroBatch
 from oarlock.batches.order import split
-from oarlock.randomness import key, own_random_state, seed_host
+from oarlock.randomness import key, own_random_state, seed_everything
 
 _ROW = 3  # the domain of rows' random numbers
 
@@ -41,7 +41,7 @@ class MicroBatches(Dataset):
             with own_random_state():
                 items = []
                 for row in rows:
-                    seed_host(key(self.seed, _ROW, epoch, row))
+                    seed_everything(key(self.seed, _ROW, epoch, row))
                     items.append(self.dataset[row])
                 row = None
                 return MicroBatch(index, rows, self.collate(items))
@@ -105,11 +105,11 @@ class Stream(IterableDataset):
     def _items(self) -> Iterator[Any]:
         """The stream's rows; its random numbers depend on seed, epoch and position alone."""
         with own_random_state():
-            seed_host(key(self.seed, _ROW, self.epoch))
+            seed_everything(key(self.seed, _ROW, self.epoch))
             items = iter(self.dataset)
         for position in itertools.count():
             with own_random_state():
-                seed_host(key(self.seed, _ROW, self.epoch, position))
+                seed_everything(key(self.seed, _ROW, self.epoch, position))
                 try:
                     item = next(items)
                 except StopIteration:
@@ -124,7 +124,7 @@ class Stream(IterableDataset):
             mine = items[i * self.size : (i + 1) * self.size]
             rows = tuple(range(first + i * self.size, first + i * self.size + len(mine)))
             with own_random_state():
-                seed_host(key(self.seed, _ROW, self.epoch, rows[-1]))
+                seed_everything(key(self.seed, _ROW, self.epoch, rows[-1]))
                 batch.micro_batches.append(MicroBatch(i, rows, self.collate(mine)))
         return batch
 

@@ -46,6 +46,7 @@ class Exchange:
         self._collecting = self._last = self._armed = self._settled = False
         self._arrivals: list[str] = []
         self._parameters = list(parameters)
+        self._next_layout: tuple[list[tuple[str, Parameter]], int] | None = None
         self._place(list(reversed(self._parameters)))  # gradients come last layer first
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(name))
@@ -100,7 +101,12 @@ class Exchange:
         return arrived
 
     def begin(self) -> None:
-        """Start a step: nothing is collected yet."""
+        """Start a step: nothing is collected yet. No parameter's ``.grad`` may be set."""
+        if self._next_layout is not None:
+            # Here, since no gradient holds the old buckets any more: else they'd be there twice.
+            members, last = self._next_layout
+            self.buckets, self._home, self._next_layout = [], {}, None
+            self._place(members, last)
         self._collecting, self._last, self._armed = True, False, False
         self._works, self._next = [], 0
         self.sent_bytes, self.wait_seconds = 0, 0.0
@@ -166,7 +172,7 @@ class Exchange:
         return [bucket.flat for bucket in self.buckets]
 
     def settle(self, used: Sequence[bool]) -> None:
-        """After the first step: order the buckets as gradients really came on rank 0.
+        """After the first step: from the next on, order the buckets as gradients came on rank 0.
 
         Parameters that no rank used come last, so that they hold no other bucket up.
         """
@@ -180,4 +186,5 @@ class Exchange:
             name: (not is_used, place.get(name, late))
             for (name, _), is_used in zip(self._parameters, used, strict=True)
         }
-        self._place(sorted(self._parameters, key=lambda member: order[member[0]]), sum(used) - 1)
+        members = sorted(self._parameters, key=lambda member: order[member[0]])
+        self._next_layout = (members, sum(used) - 1)

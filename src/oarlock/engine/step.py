@@ -261,7 +261,7 @@ class DataParallel:
 
         def run(micro_batch: MicroBatch) -> tuple[Tensor, Any]:
             seed_everything(
-                key(batch.seed, _MICRO_BATCH, batch.epoch, batch.step, micro_batch.index)
+                key(batch.seed, _MICRO_BATCH, batch.epoch, batch.step, micro_batch.index), device
             )
             data = micro_batch.data
             if device.type != "cpu":
