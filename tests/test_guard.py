@@ -246,3 +246,22 @@ def test_continue_goes_on() -> None:
     for rank in run_ranks(_run_continue, 2, "gradient"):
         assert rank["skipped"] == [False] * 3
         assert any(torch.isnan(t).any() for t in rank["state"] if t.is_floating_point())
+
+
+def _always_bad(world: oarlock.World) -> tuple[list[str], list[bool]]:
+    heard = _listen()
+    engine, loader = _build(world, precision="fp16")
+    batch = next(iter(loader))
+    skipped = [
+        engine.step(batch, lambda m, d: (_loss(m, d)[0] * float("inf"), len(d[1]))).skipped
+        for _ in range(12)
+    ]
+    return heard, skipped
+
+
+def test_fp16_that_only_skips_says_so_before_it_gives_up() -> None:
+    (heard, skipped), (other, _) = run_ranks(_always_bad, 2)
+    assert all(skipped)
+    (message,) = [line for line in heard if "skipped" in line]
+    assert message.startswith("Step 10: 10 updates in a row were skipped, the loss scale is down")
+    assert not any("skipped" in line for line in other)

@@ -100,8 +100,8 @@ def _of(kind: Any) -> Callable[[], tuple[Any, Any]]:
     ("build", "words"),
     [
         (_wrapped, ["wrapped in DataParallel", "model.module"]),
-        (_stranger, ["1 parameter(s) that the model has not", "[5, 7]"]),
-        (_copied, ["4 parameter(s) that the model has not", "[3, 2]"]),
+        (_stranger, ["1 parameter that the model has not", "[5, 7]"]),
+        (_copied, ["4 parameters that the model has not", "[3, 2]"]),
         (_forgetful, ["does not hold 2 trainable", "2.weight, 2.bias"]),
         (_lazy, ["Lazy parameters", "0.weight", "one forward"]),
         (_complex, ["phase", "view_as_real"]),

@@ -8,6 +8,7 @@ import socket
 import torch
 import torch.distributed as dist
 
+from oarlock import words
 from oarlock.errors import WorldError
 
 
@@ -22,9 +23,9 @@ def device_for(local_rank: int, local_size: int) -> torch.device:
         index = 0  # the launcher shows each rank its own device only
     elif local_size > count or local_rank >= count:
         raise WorldError(
-            f"{max(local_size, local_rank + 1)} ranks on {socket.gethostname()}, but only {count} "
-            f"{kind.type} device{'s' * (count != 1)}.\n"
-            f"Start {count} rank{'s' * (count != 1)} on this machine (`oarlock launch -n {count} "
+            f"{max(local_size, local_rank + 1)} ranks on {socket.gethostname()}, but only "
+            f"{words.many(count, f'{kind.type} device')}.\n"
+            f"Start {words.many(count, 'rank')} on this machine (`oarlock launch -n {count} "
             "…`), or pass join(device='cpu')."
         )
     else:

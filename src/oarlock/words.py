@@ -19,6 +19,6 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def many(number: int, noun: str) -> str:
-    """'1 step', '2 steps'."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+def many(number: int, noun: str, ending: str = "s") -> str:
+    """'1 step', '2 steps', '3 batches'."""
+    return f"{number:,} {noun}{ending * (number != 1)}"

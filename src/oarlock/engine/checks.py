@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from oarlock.engine.names import clean, named_buffers, named_parameters
 from oarlock.errors import ConfigError, SetupError, whole_number
+from oarlock.words import many
 from oarlock.world import World
 
 # These need the whole loss function again, several times within one update.
@@ -80,15 +81,15 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
     strangers = [p for p in held if id(p) not in parameters]
     if strangers:
         raise SetupError(
-            f"The optimizer holds {len(strangers)} parameter(s) that the model has not, the first "
-            f"of shape {list(strangers[0].shape)}.\nBuild the optimizer from this model's "
+            f"The optimizer holds {many(len(strangers), 'parameter')} that the model has not, the "
+            f"first of shape {list(strangers[0].shape)}.\nBuild the optimizer from this model's "
             "parameters, after any .to(), LoRA or resizing that replaces them."
         )
     ids = {id(p) for p in held}
     forgotten = [n for n, p in named_parameters(model) if p.requires_grad and id(p) not in ids]
     if forgotten:
         raise SetupError(
-            f"The optimizer does not hold {len(forgotten)} trainable parameter(s): "
+            f"The optimizer does not hold {many(len(forgotten), 'trainable parameter')}: "
             f"{_some(forgotten)}.\nThey would never be updated. Add them to a group, or freeze "
             "them with requires_grad_(False)."
         )

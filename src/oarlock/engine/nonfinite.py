@@ -20,6 +20,8 @@ from oarlock.world import World
 
 log = logging.getLogger("oarlock")
 
+MANY_SKIPS = 10  # fp16: a start at a scale of 2^16 skips a few; more is worth a word
+
 Run = Callable[[MicroBatch], tuple[Tensor, Any]]
 
 
@@ -49,6 +51,17 @@ class NonFinite:
             NonFiniteError: under the policy 'stop'.
         """
         skip = self.precision.overflowed()
+        if skip and self.precision.skipped == MANY_SKIPS and self.world.is_main:
+            log.warning(
+                "Step %d: %d updates in a row were skipped, the loss scale is down to %g (loss %g, "
+                "gradient norm %g). If this goes on, numbers overflow in fp16 itself or a row is "
+                "bad: the run then stops and names it. bf16 has no such limit.",
+                self.world.steps + 1,
+                MANY_SKIPS,
+                self.precision.scale,
+                loss,
+                norm,
+            )
         if not skip:
             message = self._message(loss, norm, batch, run)
             if self.policy == "stop":

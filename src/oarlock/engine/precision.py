@@ -31,6 +31,7 @@ class Precision:
         self.name, self.device, self.dtype = name, device, PRECISIONS[name]
         self.scale = 65536.0 if name == "fp16" else 1.0
         self.good_steps = 0
+        self.skipped = 0  # updates in a row
 
     def autocast(self) -> Any:
         """The context in which a forward runs."""
@@ -51,12 +52,14 @@ class Precision:
             return False
         self.scale /= 2
         self.good_steps = 0
+        self.skipped += 1
         return True
 
     def succeeded(self) -> None:
         """An update was made."""
         if self.name != "fp16":
             return
+        self.skipped = 0
         self.good_steps += 1
         if self.good_steps >= self.GROWTH_STEPS:
             self.scale *= 2

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from oarlock.errors import DataError, SetupError
+from oarlock.words import many
 from oarlock.world import World
 
 
@@ -87,8 +88,9 @@ class Closing:
         loss_sum, weight, whole, fractional, stop = self._message[:5].tolist()
         if whole and fractional:
             raise SetupError(
-                f"Step {self._step}: the weight is a whole number in {int(whole)} micro-batch(es) "
-                f"and a fraction in {int(fractional)}, so they do not count the same thing.\n"
+                f"Step {self._step}: the weight is a whole number in "
+                f"{many(int(whole), 'micro-batch', 'es')} and a fraction in {int(fractional)}, "
+                "so they do not count the same thing.\n"
                 "Return the same kind everywhere: tokens or samples."
             )
         if weight == 0:

@@ -10,7 +10,7 @@ from typing import Any
 
 from oarlock import words
 from oarlock.config import RunConfig
-from oarlock.errors import ConfigError, ModelError
+from oarlock.errors import ConfigError, ModelError, whole_number
 from oarlock.finetune.plan import Steps, batch_table, describe_steps, steps_of
 
 OURS = ("run.toml", "checkpoints", "metrics.jsonl", "model", "adapter", "summary.json")
@@ -86,11 +86,10 @@ def ranks_for(config: RunConfig, ranks: int | None) -> int:
     devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     if wanted is None:
         return max(1, devices)
-    if isinstance(wanted, bool) or wanted < 1:
-        raise ConfigError(f"The number of ranks is {wanted}; it must be at least 1.")
+    wanted = whole_number("The number of ranks", wanted, 1)
     if devices and wanted > devices:
         raise ConfigError(
-            f"{wanted} ranks, but this machine has {devices} device{'s' * (devices > 1)}.\n"
+            f"{wanted} ranks, but this machine has {words.many(devices, 'device')}.\n"
             f"Ask for {devices} at most; the global batch, and so the result, stays the same."
         )
     cores = os.cpu_count() or 1

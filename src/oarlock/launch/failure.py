@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from oarlock import words
 from oarlock.launch.output import last_state, name_ranks
 from oarlock.launch.worker import mentions_lost_peer
 
@@ -241,4 +242,4 @@ def _named(ranks: list[int]) -> str:
 
 
 def _others(count: int) -> str:
-    return f"{count} other rank{'s' * (count > 1)}"
+    return words.many(count, "other rank")

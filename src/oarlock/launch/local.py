@@ -17,7 +17,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from oarlock.errors import UserError, WorldError
+from oarlock import words
+from oarlock.errors import UserError, WorldError, whole_number
 from oarlock.launch.failure import Outcome, read_report
 from oarlock.launch.output import Output, Screen, default_screen
 
@@ -58,10 +59,10 @@ def launch(
     """
     target = [os.fspath(part) for part in target_argv]
     check_target(target)
-    if n is not None and (isinstance(n, bool) or not isinstance(n, int)):
-        raise UserError(f"The number of ranks is {n!r}; it must be a whole number, at least 1.")
-    if n is not None and not 1 <= n <= _MOST_RANKS:
-        raise UserError(f"The number of ranks is {n}; it must be from 1 to {_MOST_RANKS}.")
+    if n is not None:
+        n = whole_number("The number of ranks", n, 1, f" and at most {_MOST_RANKS}")
+        if n > _MOST_RANKS:
+            raise UserError(f"The number of ranks is {n}; it must be from 1 to {_MOST_RANKS}.")
     root = _log_root(log_dir)
     try:
         ranks = _ranks(n)
@@ -151,7 +152,7 @@ def _ranks(n: int | None) -> int:
         name = kind.type if kind is not None else "accelerator"
         hide = " (or hide them with CUDA_VISIBLE_DEVICES= to use the CPU)" * (name == "cuda")
         raise UserError(
-            f"{n} ranks, but this machine has {count} {name} device{'s' * (count != 1)}: "
+            f"{n} ranks, but this machine has {words.many(count, f'{name} device')}: "
             f"give -n {count} or less{hide}."
         )
     return n or count
