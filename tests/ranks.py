@@ -45,13 +45,16 @@ def _child(fn: Callable[..., Any], rank: int, size: int, port: int, args: tuple,
     os._exit(0)
 
 
-def run_ranks(fn: Callable[..., Any], size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], size: int, *args: Any, timeout: float = 120.0, method: str = "fork"
+) -> list[Any]:
     """``fn(world, *args)`` on ``size`` ranks; their results in order.
 
-    Forked from this process, so that torch is imported once. Raises AssertionError with the first
+    Forked from this process, so that torch is imported once; ``method="spawn"`` for what cannot
+    bear a fork of a process with threads (the compiler). Raises AssertionError with the first
     failing rank's traceback, where a rank raises; see :func:`run_failing` for expected errors.
     """
-    outcomes = _outcomes(fn, size, args, timeout)
+    outcomes = _outcomes(fn, size, args, timeout, method)
     failed = [o[1][2] for o in outcomes if not o[0]]
     assert not failed, "\n".join(failed)
     return [value for _, value in outcomes]
@@ -65,7 +68,9 @@ def run_failing(
     return [None if ok else (value[0], value[1]) for ok, value in outcomes]
 
 
-def _outcomes(fn: Callable[..., Any], size: int, args: tuple, timeout: float) -> list[Any]:
+def _outcomes(
+    fn: Callable[..., Any], size: int, args: tuple, timeout: float, method: str = "fork"
+) -> list[Any]:
     # What every child would otherwise import anew, for seconds: an optimizer loads torch._dynamo.
     import torch._dynamo
     import torch.distributed.nn.functional  # noqa: F401
@@ -73,7 +78,7 @@ def _outcomes(fn: Callable[..., Any], size: int, args: tuple, timeout: float) ->
     import oarlock.batches
     import oarlock.engine.step  # noqa: F401
 
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context(method)
     box = context.Queue()
     port = free_port()
     children = [
