@@ -301,10 +301,11 @@ def _inductor(world: oarlock.World) -> tuple[list[Tensor], list[Tensor]]:
     return states[0], states[1]
 
 
+@pytest.mark.timeout(600)
 def test_compiled_with_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     # The compiler in this process's own thread, in a process of its own: its pool of compiling
     # processes may wait for ever in a fork of a process that has threads. A slow, cold machine
     # compiles for a minute.
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    plain, compiled = run_ranks(_inductor, 2, timeout=400.0, method="spawn")[0]
+    plain, compiled = run_ranks(_inductor, 2, timeout=500.0, method="spawn")[0]
     assert max(map(_apart, compiled, plain)) <= 1e-6
