@@ -80,6 +80,7 @@ def build(
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw,
     scheduler: Callable[[Any], Any] | None = None,
     model: nn.Module | None = None,
+    **options: Any,
 ) -> tuple[oarlock.DataParallel, oarlock.Loader]:
     """An engine and its loader; ``seed`` makes the fresh weights."""
     torch.manual_seed(seed)
@@ -87,7 +88,8 @@ def build(
     model = model if model is not None else Net()
     opt = optimizer(model)
     schedule = scheduler(opt) if scheduler else None
-    engine = oarlock.DataParallel(model, opt, world, scheduler=schedule, clip_norm=1.0)
+    options = {"clip_norm": 1.0, **options}
+    engine = oarlock.DataParallel(model, opt, world, scheduler=schedule, **options)
     return engine, oarlock.Loader(Rows(), 8, 2, seed=3, world=world)
 
 
@@ -103,17 +105,23 @@ def run(engine: oarlock.DataParallel, loader: oarlock.Loader, steps: int) -> Non
 
 
 def fingerprint(engine: oarlock.DataParallel) -> dict[str, bytes]:
-    """Every bit of the weights, buffers and optimizer state, by name."""
+    """Every bit of the weights, buffers and optimizer state, by name.
+
+    Where the state lies in slices it is gathered, and only rank 0 has it.
+    """
     out = {f"model/{n}": _bits(t) for n, t in named_state(engine.model)}
-    names = {id(p): n for n, p in engine.model.named_parameters()}
-    for parameter, entry in engine.optimizer.state.items():
+    names = {p: n for n, p in engine.model.named_parameters()}
+    state = engine.exchange.whole_state()
+    if state is None and not engine.sharding:
+        state = {names[p]: entry for p, entry in engine.optimizer.state.items()}
+    for name, entry in (state or {}).items():
         for key, value in entry.items():
             if isinstance(value, Tensor):
-                out[f"{names[id(parameter)]}/{key}"] = _bits(value)
+                out[f"{name}/{key}"] = _bits(value)
             else:
-                out[f"{names[id(parameter)]}/{key}"] = repr(value).encode()
+                out[f"{name}/{key}"] = repr(value).encode()
     for i, group in enumerate(engine.optimizer.param_groups):
-        options = {k: v for k, v in group.items() if k != "params"}
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         out[f"group/{i}"] = repr(sorted(options.items())).encode()
     if engine.scheduler is not None:
         out["scheduler"] = repr(sorted(engine.scheduler.state_dict().items(), key=str)).encode()

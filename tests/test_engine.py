@@ -82,7 +82,7 @@ def test_one_exchange_a_step_however_many_micro_batches() -> None:
         assert [r[0] for r in rank] == [1] * 8 + [4] * 2
         for _, exchanges, sent, reported in rank:
             assert exchanges == 1  # all of this model fits one bucket
-            assert 4 * parameters <= sent <= 4 * (parameters + 64 * 6)
+            assert 4 * parameters <= sent <= 4 * (parameters + 256 * 6)
             assert sent == reported
 
 
@@ -123,7 +123,6 @@ def _replaced(world: oarlock.World) -> bool:
     engine = _build(world)
     batch = next(iter(_loader(world, 8, 4, 1)))
     engine.step(batch, _loss)
-    assert engine.exchange is not None
     flat = weakref.ref(engine.exchange.buckets[0].flat)
     second = oarlock.DataParallel(engine.model, engine.optimizer, world)
     del engine
@@ -141,7 +140,6 @@ def _laid_out_anew(world: oarlock.World) -> tuple[bool, bool]:
     engine = _build(world, bucket_mb=0.0005)
     first, second, *_ = _loader(world, 12, 4, 1)
     engine.step(first, _loss)
-    assert engine.exchange is not None
     old = [weakref.ref(bucket.flat) for bucket in engine.exchange.buckets]
     place, gone = engine.exchange._place, []
 

@@ -16,6 +16,7 @@ import oarlock
 from oarlock.engine.guard import fingerprints
 
 WORLDS = (1, 2, 3, 4)
+RUNGS = (0, 1, 2)
 WIDE_WORLDS = (3,)  # in float64 too: tells a small mistake from rounding, unequal split and all
 Key = tuple[str, bool]  # a case's name; whether in float64
 KEYS: list[Key] = [
@@ -69,11 +70,17 @@ def _batches(loader: oarlock.Loader, steps: int) -> Any:
             done += 1
 
 
-def _engine(world: oarlock.World, case: Case, wide: bool) -> dict[str, Any]:
+def _engine(world: oarlock.World, case: Case, wide: bool, rung: int = 0) -> dict[str, Any]:
     """The case on this world."""
     model, optimizer, scheduler, loader, loss_fn = _prepare(case, wide, world)
     engine = oarlock.DataParallel(
-        model, optimizer, world, scheduler=scheduler, guard_every=5, **case.engine
+        model,
+        optimizer,
+        world,
+        scheduler=scheduler,
+        guard_every=5,
+        sharding=rung,
+        **case.engine,
     )
     history = []
     for batch in _batches(loader, case.steps):
@@ -126,8 +133,8 @@ def _plain(case: Case, wide: bool) -> dict[str, Any]:
     return {"history": history, "state": _state(model)}
 
 
-def _all_on(world: oarlock.World, keys: list[Key]) -> dict[Key, Any]:
-    return {(n, wide): _engine(world, CASES[n], wide) for n, wide in keys}
+def _all_on(world: oarlock.World, keys: list[Key], rung: int) -> dict[Key, Any]:
+    return {(n, wide): _engine(world, CASES[n], wide, rung) for n, wide in keys}
 
 
 def _all_plain(_: oarlock.World) -> dict[Key, Any]:
@@ -140,24 +147,26 @@ def _plain_results() -> dict[Key, Any]:
     return run_ranks(_all_plain, 1)[0]
 
 
-def _runs(size: int, name: str, wide: bool) -> bool:
+def _runs(size: int, name: str, wide: bool, rung: int = 0) -> bool:
     case = CASES[name]
+    if rung and size == 1:
+        return False  # alone, every rung is the same
     wanted = not wide or size in WIDE_WORLDS or (size == 1 and case.reference == "one rank")
     return size in case.worlds and wanted
 
 
 @functools.cache
-def _results(size: int) -> dict[Key, Any]:
+def _results(size: int, rung: int = 0) -> dict[Key, Any]:
     """Every case on ``size`` ranks, in one set of processes; apart where one of them fails."""
-    keys = [key for key in KEYS if _runs(size, *key)]
+    keys = [key for key in KEYS if _runs(size, *key, rung)]
     try:
-        ranks = run_ranks(_all_on, size, keys)
+        ranks = run_ranks(_all_on, size, keys, rung)
         return {key: [r[key] for r in ranks] for key in keys}
     except AssertionError:
         found: dict[Key, Any] = {}
         for key in keys:
             try:
-                found[key] = [r[key] for r in run_ranks(_all_on, size, [key], timeout=30)]
+                found[key] = [r[key] for r in run_ranks(_all_on, size, [key], rung, timeout=30)]
             except AssertionError as error:
                 found[key] = str(error)
         return found
@@ -175,16 +184,17 @@ def _apart(a: Tensor, b: Tensor) -> float:
 
 def _checks() -> list[Any]:
     return [
-        pytest.param(size, name, wide, id=f"{size}-{name}{'-float64' * wide}")
+        pytest.param(size, rung, name, wide, id=f"{size}-rung{rung}-{name}{'-float64' * wide}")
         for size in WORLDS
+        for rung in RUNGS
         for name, wide in KEYS
-        if _runs(size, name, wide)
+        if _runs(size, name, wide, rung)
     ]
 
 
-@pytest.mark.parametrize(("size", "name", "wide"), _checks())
-def test_equals_one_process(size: int, name: str, wide: bool) -> None:
-    case, ranks = CASES[name], _results(size)[name, wide]
+@pytest.mark.parametrize(("size", "rung", "name", "wide"), _checks())
+def test_equals_one_process(size: int, rung: int, name: str, wide: bool) -> None:
+    case, ranks = CASES[name], _results(size, rung)[name, wide]
     assert not isinstance(ranks, str), ranks
     if case.reference == "one rank":
         expected = _results(1)[name, wide][0]

@@ -150,13 +150,15 @@ class Checkpoints:
             OutOfStepError: not all ranks are saving, or not after the same step.
         """
         announce(engine, "save")
-        write = functools.partial(self._write, engine, loader, settings, extra_files)
+        whole = engine.exchange.whole_state()
+        write = functools.partial(self._write, engine, whole, loader, settings, extra_files)
         path, self.last_problem = on_main(engine.world, write)
         return path
 
     def _write(
         self,
         engine: Any,
+        optimizer_state: dict[str, dict[str, Any]] | None,
         loader: Any,
         settings: dict[str, Any] | None,
         extra_files: Callable[[Path], None] | None,
@@ -176,7 +178,7 @@ class Checkpoints:
                 **state,
                 "torch": torch.__version__,
                 "model": model.write_model(engine.model, folder),
-                "optimizer": optimizer.write_optimizer(engine.optimizer, engine.model, folder),
+                "optimizer": optimizer.write_optimizer(engine, optimizer_state, folder),
                 "scheduler": optimizer.write_scheduler(engine.scheduler, folder),
                 "random": optimizer.random_state(engine.world.device),
             }
@@ -221,9 +223,9 @@ class Checkpoints:
         storage.check_space(self.folder, needed)
 
     def _needed(self, engine: Any, with_state: bool = False) -> int:
-        state = optimizer.optimizer_bytes(engine.optimizer)
+        state = optimizer.optimizer_bytes(engine)
         if with_state and not state:  # before the first step: assume Adam's two tensors
-            held = [p for g in engine.optimizer.param_groups for p in g["params"]]
+            held = [p for group in engine.param_groups() for p in group]
             state = 2 * sum(p.numel() * p.element_size() for p in held)
         return model.model_bytes(engine.model) + state + _SPARE
 
@@ -297,7 +299,7 @@ class Checkpoints:
             model.check_model(engine.model, state["model"], name)
             if world.is_main:  # the replicas are alike: one look at the base is enough
                 model.check_base(engine.model, state["model"], name)
-            optimizer.check_optimizer(engine.optimizer, engine.model, state["optimizer"], name)
+            optimizer.check_optimizer(engine, state["optimizer"], name)
             optimizer.check_scheduler(engine.scheduler, state["scheduler"], name)
             if loader is not None:
                 if state["loader"] is None:
@@ -311,7 +313,7 @@ class Checkpoints:
         reader = Reader(source, state["files"]) if world.is_main else None
         take = Taker(world, reader)
         model.read_model(engine.model, state["model"], take)
-        optimizer.read_optimizer(engine.optimizer, engine.model, state["optimizer"], take)
+        optimizer.read_optimizer(engine, state["optimizer"], take)
         if state["scheduler"] is not None:
             engine.scheduler.load_state_dict(unpack(state["scheduler"]["state"], take.new))
         if reader is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from oarlock.checkpoint.tensorfiles import Taker, pack, unpack, write_tensors
 from oarlock.engine.names import named_parameters
@@ -24,28 +24,34 @@ SCHEDULER = "scheduler.safetensors"
 _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
-def _group_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[list[str]]:
-    names = {id(p): n for n, p in named_parameters(model)}
-    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+def _group_names(engine: Any) -> list[list[str]]:
+    """The names of the model's parameters in each group, whole or in slices."""
+    names = {id(p): n for n, p in named_parameters(engine.model)}
+    return [[names[id(p)] for p in group] for group in engine.param_groups()]
 
 
-def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """About how much disk space the optimizer's state takes."""
-    return sum(
+def optimizer_bytes(engine: Any) -> int:
+    """About how much disk space the optimizer's state takes, all ranks' slices together."""
+    own = sum(
         t.numel() * t.element_size()
-        for entry in optimizer.state.values()
+        for entry in engine.optimizer.state.values()
         if isinstance(entry, dict)
         for t in entry.values()
         if isinstance(t, Tensor)
     )
+    return own * (engine.world.size if engine.sharding else 1)
 
 
 def write_optimizer(
-    optimizer: torch.optim.Optimizer, model: nn.Module, folder: Path
+    engine: Any, whole: dict[str, dict[str, Any]] | None, folder: Path
 ) -> dict[str, Any]:
-    """Write the optimizer's tensors as '<parameter>/<key>'; returns the rest as JSON."""
+    """Write the optimizer's tensors as '<parameter>/<key>'; returns the rest as JSON.
+
+    ``whole``: the state by name, where the optimizer itself holds slices only.
+    """
+    optimizer = engine.optimizer
     state = optimizer.state_dict()
-    groups = _group_names(optimizer, model)
+    groups = _group_names(engine)
     names = [name for group in groups for name in group]
     tensors: dict[str, Tensor] = {}
     packed_groups = []
@@ -53,10 +59,12 @@ def write_optimizer(
         options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         packed = pack(options, f"group {i}", OPTIMIZER, tensors)
         packed_groups.append({"names": members, "options": packed})
-    states, shared = {}, {}
+    states = {n: pack(v, n, OPTIMIZER, tensors) for n, v in (whole or {}).items()}
+    shared = {}
     for key, value in state["state"].items():
         if isinstance(key, int):
-            states[names[key]] = pack(value, names[key], OPTIMIZER, tensors)
+            if whole is None:
+                states[names[key]] = pack(value, names[key], OPTIMIZER, tensors)
         else:
             shared[str(key)] = pack(value, f"shared/{key}", OPTIMIZER, tensors)
     if tensors:
@@ -65,18 +73,16 @@ def write_optimizer(
     return {"type": kind, "groups": packed_groups, "state": states, "shared": shared}
 
 
-def check_optimizer(
-    optimizer: torch.optim.Optimizer, model: nn.Module, described: dict[str, Any], source: str
-) -> None:
+def check_optimizer(engine: Any, described: dict[str, Any], source: str) -> None:
     """CheckpointError where the optimizer is of another class or groups parameters otherwise."""
-    kind = type(optimizer).__name__
+    kind = type(engine.optimizer).__name__
     if kind != described["type"]:
         raise CheckpointError(
             f"{source} was saved with {described['type']}, this run uses {kind}: the optimizer's "
             f"state does not fit.\nUse {described['type']}, or start a new run from the weights."
         )
     there = {n: i for i, g in enumerate(described["groups"]) for n in g["names"]}
-    here = {n: i for i, group in enumerate(_group_names(optimizer, model)) for n in group}
+    here = {n: i for i, group in enumerate(_group_names(engine)) for n in group}
     partner: dict[int, int] = {}
     for name in (*here, *there):
         if name not in here or name not in there:
@@ -98,36 +104,43 @@ def check_optimizer(
         )
 
 
-def read_optimizer(
-    optimizer: torch.optim.Optimizer, model: nn.Module, described: dict[str, Any], take: Taker
-) -> None:
-    """Put the stored state and the groups' options (learning rates and so on) back."""
-    parameters = dict(named_parameters(model))
-    groups = _group_names(optimizer, model)
-    index = {name: i for i, name in enumerate(n for group in groups for n in group)}
+def read_optimizer(engine: Any, described: dict[str, Any], take: Taker) -> None:
+    """Put the stored state and the groups' options (learning rates and so on) back.
+
+    Every rank receives every tensor, one after the other, and keeps its piece of it.
+    """
+    optimizer, slices = engine.optimizer, engine.exchange.slices
+    whole = dict(named_parameters(engine.model))
+    names = {id(slices.piece(n) if slices and slices.owns(n) else p): n for n, p in whole.items()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    index = {names[id(p)]: i for i, p in enumerate(held)}
     there = {name: g["options"] for g in described["groups"] for name in g["names"]}
     restored = []
-    for group, members in zip(optimizer.param_groups, groups, strict=True):
+    for group, members in zip(optimizer.param_groups, _group_names(engine), strict=True):
         options = {k: v for k, v in group.items() if k != "params"}
         if members:
             stored = unpack(there[members[0]], take.new)
             options |= {k: v for k, v in stored.items() if k not in _IMPLEMENTATION}
-        restored.append({**options, "params": [index[n] for n in members]})
+        restored.append({**options, "params": [index[names[id(p)]] for p in group["params"]]})
     state: dict[Any, Any] = {}
     for name, packed in described["state"].items():
-        device = parameters[name].device
+        device = whole[name].device
 
-        def at_home(d: dict[str, Any], device: torch.device = device) -> Tensor:
+        def at_home(d: dict[str, Any], device: torch.device = device, name: str = name) -> Tensor:
             # PyTorch keeps the step count on the host, and moves it itself where it does not
-            return take.new(d, "cpu" if d["tensor"].endswith("/step") else device)
+            key = str(d["tensor"]).rpartition("/")[2]
+            tensor = take.new(d, "cpu" if key == "step" else device)
+            return slices.cut(name, key, tensor) if slices and slices.owns(name) else tensor
 
-        state[index[name]] = unpack(packed, at_home)
+        entry = unpack(packed, at_home)
+        if name in index:
+            state[index[name]] = entry
     state |= {key: unpack(packed, take.new) for key, packed in described["shared"].items()}
     optimizer.load_state_dict({"state": state, "param_groups": restored})
     # load_state_dict casts to the parameter's dtype; the state keeps its own
-    for name in described["state"]:
-        now, stored = optimizer.state[parameters[name]], state[index[name]]
-        for key, value in stored.items():
+    for i, stored in state.items():
+        now = optimizer.state[held[i]] if isinstance(i, int) else {}
+        for key, value in stored.items() if now else ():
             if isinstance(value, Tensor) and now[key].dtype != value.dtype:
                 now[key] = value.to(now[key].device)
 

@@ -49,6 +49,7 @@ class Agreement:
         self._announced: Announcement = world.announce(
             "step", step, batch.epoch, batch.step, batch.count, batch.rows, first, end, batch.seed
         )
+        self.counts: list[int] = []  # micro-batches of each rank; known once reached
         if first == _OWN_LIST:
             self._number_own_lists()
 
@@ -62,14 +63,25 @@ class Agreement:
             MicroBatch(offset + i, (), data) for i, data in enumerate(self.batch.micro_batches)
         ]
 
-    def reach(self, equal_counts: bool = False) -> int:
-        """Wait for all ranks' announcements and compare them. Returns the rank that runs the
-        last micro-batch. ``equal_counts``: also refuse ranks with more micro-batches than others.
+    @property
+    def last_rank(self) -> int:
+        """The rank that runs the last micro-batch."""
+        return self.senders(0)[-1]
+
+    def senders(self, round_: int) -> list[int]:
+        """The ranks that have more than ``round_`` micro-batches."""
+        return [rank for rank, count in enumerate(self.counts) if count > round_]
+
+    def reach(self, equal_counts: bool = False) -> None:
+        """Wait for all ranks' announcements and compare them; only the first call does something.
+        ``equal_counts``: also refuse ranks with more micro-batches than others.
 
         Raises:
             OutOfStepError: on all ranks, with what each is doing.
             DataError: no rank has a micro-batch. SetupError: ``equal_counts`` is not met.
         """
+        if self.counts:
+            return
         records = self._announced.wait()
         own_lists = {r[_FIRST] == _OWN_LIST for r in records}
         if own_lists == {True}:
@@ -90,7 +102,7 @@ class Agreement:
                 "Choose batch_size and micro_batch_size so that each rank gets as many "
                 "(drop_last=True for the last batch), or sync_batchnorm=False."
             )
-        return max(rank for rank, count in enumerate(counts) if count)
+        self.counts = counts
 
     def _compare(self, records: list[list[int]], fields: Sequence[int]) -> None:
         for field in fields:

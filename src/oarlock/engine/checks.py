@@ -15,8 +15,9 @@ from oarlock.errors import ConfigError, SetupError, whole_number
 from oarlock.words import many
 from oarlock.world import World
 
-# These need the whole loss function again, several times within one update.
+SHARDINGS = (0, 1, 2, "auto")
 NONFINITE = ("stop", "skip", "continue")
+# These need the whole loss function again, several times within one update.
 _CLOSURE_OPTIMIZERS = (torch.optim.LBFGS, torch.optim.SparseAdam)
 
 
@@ -65,8 +66,13 @@ def check_model(model: nn.Module, world: World) -> list[tuple[str, Parameter]]:
     return trainable
 
 
-def check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """The optimizer must hold the model's trainable parameters, all of them and no others."""
+def check_optimizer(
+    optimizer: Any, model: nn.Module, groups: Sequence[Sequence[Parameter]] | None = None
+) -> None:
+    """The optimizer must hold the model's trainable parameters, all of them and no others.
+
+    ``groups``: the model's parameters in each of its groups, where it holds slices of them.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise SetupError(
             f"optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer."
@@ -77,7 +83,9 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
             "Use AdamW, Adam, SGD or another optimizer that needs no closure."
         )
     parameters = {id(p): n for n, p in named_parameters(model)}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if groups is None:
+        groups = [group["params"] for group in optimizer.param_groups]
+    held = [p for group in groups for p in group]
     strangers = [p for p in held if id(p) not in parameters]
     if strangers:
         raise SetupError(
@@ -136,10 +144,10 @@ def check_settings(
     seed: int,
 ) -> None:
     """The engine's own numbers. ConfigError where one is impossible."""
-    if sharding not in (0, "auto"):
+    if isinstance(sharding, bool) or sharding not in SHARDINGS:
         raise ConfigError(
-            f"sharding is {sharding!r}; this version has 0 (every rank keeps everything whole) "
-            "and 'auto', which chooses it."
+            f"sharding is {sharding!r}; it must be 0 (every rank keeps everything whole), 1 (a "
+            "slice of the optimizer's state), 2 (and of the gradients) or 'auto'."
         )
     if clip_norm is not None and not (_is_number(clip_norm) and clip_norm > 0):
         raise ConfigError(f"clip_norm is {clip_norm!r}; it must be a positive number, or None.")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from oarlock.batches import Batch, MicroBatch, map_tensors
-from oarlock.engine import guard
+from oarlock.engine import guard, ladder
 from oarlock.engine.agreement import Agreement
 from oarlock.engine.buffers import Buffers, synchronise_batch_norm
 from oarlock.engine.checks import (
@@ -27,10 +27,8 @@ from oarlock.engine.checks import (
     check_settings,
     describe,
 )
-from oarlock.engine.exchange import Exchange
 from oarlock.engine.names import named_parameters
 from oarlock.engine.nonfinite import NonFinite
-from oarlock.engine.norm import global_norm
 from oarlock.engine.precision import Precision
 from oarlock.engine.totals import Closing, Totals
 from oarlock.errors import DataError, SetupError
@@ -83,7 +81,8 @@ class DataParallel:
         model: any module, on ``world.device``; it is not wrapped and not changed.
         optimizer: any ``torch.optim`` optimizer over the model's trainable parameters.
         world: from :func:`oarlock.join`; by default the one this process joined.
-        sharding: 0, or 'auto', which is 0 for now: every rank keeps everything whole.
+        sharding: what each rank keeps whole. 0: weights, gradients and optimizer state. 1: no more
+            than a slice of the state. 2: nor of the gradients. 'auto': see ``ladder.choose``.
         clip_norm: clip the averaged gradient to this 2-norm.
         precision: 'fp32', or autocast in 'bf16' or 'fp16' (with a dynamic loss scale).
         scheduler: a learning-rate scheduler; stepped once an update, in updates.
@@ -122,6 +121,11 @@ class DataParallel:
         self.world = world or current()
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         trainable = check_model(model, self.world)
+        # A second engine on the same optimizer takes over: the first one's hooks would refuse it,
+        # its slices are not the model's parameters, and its buckets would stay in memory.
+        release = getattr(optimizer, "__dict__", {}).pop("_oarlock_release", None)
+        if release is not None:
+            release()
         check_optimizer(optimizer, model)
         check_scheduler(scheduler, optimizer)
         self.clip_norm, self.guard_every = clip_norm, guard_every
@@ -137,6 +141,7 @@ class DataParallel:
                 "guard_every": guard_every,
                 "nonfinite": nonfinite,
                 "sync_batchnorm": sync_batchnorm,
+                "sharding": sharding,
                 "scheduler": type(scheduler).__name__,
                 "seed": seed,
             }
@@ -146,20 +151,12 @@ class DataParallel:
             synchronise_batch_norm(model, self.world)
         self.buffers = Buffers(model, self.world)
         self.nonfinite = NonFinite(nonfinite, model, self.world, self.precision)
-        # In a world of one gradients stay where autograd puts them: there is nothing to exchange.
-        self.exchange = (
-            Exchange(self.world, trainable, int(bucket_mb * 2**20), overlap)
-            if self.world.size > 1
-            else None
+        self.sharding, self.exchange = ladder.build(
+            sharding, self.world, trainable, optimizer, int(bucket_mb * 2**20), overlap
         )
         self.steps_done = self._last_good = 0
         self.stopping = False
         self._stop_asked = self._updating = False
-        # A second engine on the same optimizer takes over: the first one's hooks would refuse it,
-        # and keep its buckets in memory.
-        release = optimizer.__dict__.pop("_oarlock_release", None)
-        if release is not None:
-            release()
         self._hook = optimizer.register_step_pre_hook(self._refuse_foreign_update)
         optimizer.__dict__["_oarlock_release"] = self._release
 
@@ -194,25 +191,21 @@ class DataParallel:
             for micro_batch in batch.micro_batches:
                 loss_sum, weight = run(micro_batch)
                 totals.add(loss_sum, weight)
-                if micro_batch is batch.micro_batches[-1]:
-                    # From here on buckets leave for the other ranks: all must be at one place.
-                    last_rank = agreement.reach()
-                    if self.exchange:
-                        self.exchange.arm()
+                last = micro_batch is batch.micro_batches[-1]
+                self.exchange.before_backward(agreement, last)
                 if loss_sum.requires_grad:
                     self.precision.scaled(loss_sum).backward()
-            if not batch.micro_batches:  # this rank takes part all the same, with zeros
-                last_rank = agreement.reach()
+                self.exchange.after_backward()
+            agreement.reach()  # also for a rank without a micro-batch: it takes part all the same
             closing = self._close(totals)
-            if self.exchange:
-                self.exchange.finish()
+            self.exchange.finish(agreement)
 
         closed = closing.wait()
         self.stopping = closed.stop
-        self.buffers.finish(closed.changed, last_rank)
-        gradients = self._gradients(closed.used)
+        self.buffers.finish(closed.changed, agreement.last_rank)
+        gradients = self.exchange.attach(closed.used)
         divisor = closed.weight * self.precision.scale
-        norm = global_norm(gradients) / divisor
+        norm = self.exchange.norm(gradients) / divisor
         lr = float(self.optimizer.param_groups[0]["lr"])
         bad = not math.isfinite(closed.loss + norm)
         skipped = bad and self.nonfinite.handle(closed.loss, norm, batch, run)
@@ -221,8 +214,7 @@ class DataParallel:
             self._update(gradients, clip / divisor)
         self.steps_done += 1
         self.world.steps = self.steps_done
-        if self.exchange:
-            self.exchange.settle(closed.used)
+        self.exchange.settle(closed.used)
         if self._guard_is_due():
             self._check_membership()
             self.check_replicas()
@@ -234,20 +226,16 @@ class DataParallel:
             lr,
             skipped,
             time.perf_counter() - started,
-            self.exchange.wait_seconds if self.exchange else 0.0,
-            self.exchange.sent_bytes if self.exchange else 0,
+            self.exchange.wait_seconds,
+            self.exchange.sent_bytes,
         )
 
     def _close(self, totals: Totals) -> Closing:
-        if self.exchange is None:
-            used = [p.grad is not None for p in self.named_trainable.values()]
-        else:
-            used = self.exchange.used()
         return Closing(
             self.world,
             self.steps_done + 1,
             totals,
-            used,
+            self.exchange.used(),
             self.buffers.changed(),
             self._stop_asked,
         )
@@ -272,12 +260,6 @@ class DataParallel:
 
         return run
 
-    def _gradients(self, used: list[bool]) -> list[Tensor]:
-        """The summed gradients, as few tensors as possible. Unused parameters' are None."""
-        if self.exchange is not None:
-            return self.exchange.attach(used)
-        return [p.grad for p in self.named_trainable.values() if p.grad is not None]
-
     def _update(self, gradients: list[Tensor], factor: float) -> None:
         """Divide by the total weight (once; clipping and loss scale go along), then update."""
         torch._foreach_mul_(gradients, factor)
@@ -286,6 +268,7 @@ class DataParallel:
             self.optimizer.step()
         finally:
             self._updating = False
+        self.exchange.updated()
         self.precision.succeeded()
         if self.scheduler is not None:
             self.scheduler.step()
@@ -294,13 +277,11 @@ class DataParallel:
     def _collecting(self) -> Iterator[None]:
         for parameter in self.named_trainable.values():
             parameter.grad = None
-        if self.exchange:
-            self.exchange.begin()
+        self.exchange.begin()
         try:
             yield
         finally:
-            if self.exchange:
-                self.exchange.stop()
+            self.exchange.stop()
 
     # -- what can go wrong ---------------------------------------------------------------------
 
@@ -318,12 +299,15 @@ class DataParallel:
                 "the engine was built with: some were added, removed, frozen or unfrozen.\n"
                 "Build a new DataParallel after such a change."
             )
-        check_optimizer(self.optimizer, self.model)
+        check_optimizer(self.optimizer, self.model, self.param_groups())
+
+    def param_groups(self) -> list[list[nn.Parameter]]:
+        """The model's parameters in each group of the optimizer, which may hold slices of them."""
+        return self.exchange.groups(self.optimizer)
 
     def _release(self) -> None:
         self._hook.remove()
-        if self.exchange:
-            self.exchange.detach()
+        self.exchange.detach()
 
     def _refuse_foreign_update(self, *_: Any) -> None:
         if not self._updating and self.world.size > 1 and not self.world.closed:

@@ -1,0 +1,194 @@
+"""The wire: slices of flat tensors to their owners, and back to everyone.
+
+Two wires with the same three verbs. ``Collectives`` is for backends that have a good
+reduce-scatter (NCCL). gloo's is an all-reduce inside, with twice the bytes, so there ``Courier``
+sends the slices from rank to rank itself.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from oarlock.world import World
+
+PIECE_BYTES = 4 << 20  # one message; large enough for the link, small enough to add while it fills
+IN_FLIGHT = 3  # messages that a rank is ready to receive from each peer
+
+
+class Wire(Protocol):
+    """Moves slices. Every rank calls the verbs in the same order with tensors of one layout."""
+
+    def to_owners(self, flat: Tensor, own: Tensor, senders: Sequence[int]) -> Any:
+        """Add all ranks' ``flat`` [ranks · part] up, each slice on its owner.
+
+        Args:
+            own: [part], where this rank's slice of the sum goes: this rank's slice of ``flat``
+                itself, or apart from it, and then what it holds is added to.
+            senders: the ranks whose ``flat`` counts; the others' are zero and may not be sent.
+        """
+
+    def to_all(self, flat: Tensor) -> Any:
+        """Overwrite each slice of ``flat`` [ranks · part] with its owner's."""
+
+    def wait(self, handle: Any, doing: str) -> None:
+        """Wait for what one of the verbs returned. On a GPU: its stream waits, not the host."""
+
+
+def wire_for(world: World) -> Wire:
+    """The wire that suits the backend."""
+    return Courier(world) if world.backend == "gloo" else Collectives(world)
+
+
+class Collectives:
+    """The backend's own reduce-scatter and all-gather, on its own stream."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def to_owners(self, flat: Tensor, own: Tensor, senders: Sequence[int]) -> Any:
+        rank, part = self.world.rank, own.numel()
+        mine = flat[rank * part : (rank + 1) * part]
+        apart = own.data_ptr() != mine.data_ptr()
+        out = torch.empty_like(own) if apart else mine
+        with self.world.lost_peer("sending gradients"):
+            work = dist.reduce_scatter_tensor(out, flat, async_op=True)
+        # flat is kept here until the wait: the allocator may not hand it to another stream before
+        return work, (own, out) if apart else None, flat
+
+    def to_all(self, flat: Tensor) -> Any:
+        part = flat.numel() // self.world.size
+        mine = flat[self.world.rank * part : (self.world.rank + 1) * part]
+        with self.world.lost_peer("sending weights"):
+            work = dist.all_gather_into_tensor(flat, mine, async_op=True)
+        return work, None, flat
+
+    def wait(self, handle: Any, doing: str) -> None:
+        work, add, _ = handle
+        self.world.wait(work, doing)
+        if add is not None:
+            add[0].add_(add[1])
+
+
+class _Parcel:
+    """A job of the courier, and whether it is done."""
+
+    def __init__(self, job: Iterator[None]) -> None:
+        self.job, self.done = job, threading.Event()
+
+
+class Courier:
+    """Sends slices from rank to rank in pieces, on a thread of its own.
+
+    A rank sends each slice to its owner and adds what comes in to its own slice as it comes, in
+    the order of the ranks. On two ranks that is half of the bytes of an all-reduce each way, and
+    each element is added once.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._jobs: queue.SimpleQueue[_Parcel] = queue.SimpleQueue()
+        self._error: RuntimeError | None = None
+        self._thread: threading.Thread | None = None
+        rank, size = world.rank, world.size
+        self._others = [(rank + k) % size for k in range(1, size)]  # not all to rank 0 at once
+
+    def to_owners(self, flat: Tensor, own: Tensor, senders: Sequence[int]) -> Any:
+        return self._post(self._give_and_add(flat, own, senders))
+
+    def to_all(self, flat: Tensor) -> Any:
+        return self._post(self._give_and_take(flat))
+
+    def wait(self, handle: Any, doing: str) -> None:
+        # An error of the thread ends all jobs after it; the others' end is seen by gloo's timeout.
+        handle.done.wait()
+        if self._error is not None:
+            with self.world.lost_peer(doing):
+                raise self._error
+
+    def _post(self, job: Iterator[None]) -> _Parcel:
+        if self._thread is None:
+            # a daemon: a peer that is gone must not keep this process from ending
+            self._thread = threading.Thread(target=self._work, name="oarlock-wire", daemon=True)
+            self._thread.start()
+        parcel = _Parcel(job)
+        self._jobs.put(parcel)
+        return parcel
+
+    def _work(self) -> None:
+        while True:
+            parcel = self._jobs.get()
+            try:
+                if self._error is None:
+                    for _ in parcel.job:
+                        pass
+            except RuntimeError as error:
+                self._error = error
+            finally:
+                parcel.job = iter(())  # lets go of the tensors
+                parcel.done.set()
+                del parcel
+
+    def _give_and_add(self, flat: Tensor, own: Tensor, senders: Sequence[int]) -> Iterator[None]:
+        rank, part = self.world.rank, own.numel()
+        mine = flat[rank * part : (rank + 1) * part]
+        sends = []
+        wire = flat.cpu() if self.world.staged else flat
+        if rank in senders:
+            slices = {to: wire[to * part : (to + 1) * part] for to in self._others}
+            sends = self._send(slices)
+            if own.data_ptr() != mine.data_ptr():
+                own.add_(mine)
+        for piece, incoming in self._received(own, [s for s in senders if s != rank]):
+            piece.add_(incoming.to(piece.device) if self.world.staged else incoming)
+            yield
+        for work in sends:
+            work.wait()
+
+    def _give_and_take(self, flat: Tensor) -> Iterator[None]:
+        size, rank = self.world.size, self.world.rank
+        wire = flat.cpu() if self.world.staged else flat
+        slices = list(wire.view(size, -1))
+        sends = self._send(dict.fromkeys(self._others, slices[rank]))
+        takes = [
+            dist.irecv(piece, src=source)
+            for source in self._others
+            for piece in _pieces(slices[source])
+        ]
+        for work in (*takes, *sends):
+            work.wait()
+            yield
+        if wire is not flat:
+            flat.copy_(wire)
+
+    def _send(self, slices: dict[int, Tensor]) -> list[Any]:
+        pieces = [[(piece, to) for piece in _pieces(part)] for to, part in slices.items()]
+        return [
+            dist.isend(piece, dst=to) for turn in zip(*pieces, strict=True) for piece, to in turn
+        ]
+
+    def _received(self, own: Tensor, sources: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pieces of ``own`` and what ``sources`` sent for them, in the order of the ranks."""
+        coming: deque[tuple[Any, Tensor, Tensor]] = deque()
+        for piece in _pieces(own):
+            for source in sources:
+                incoming = torch.empty(piece.shape, dtype=piece.dtype)
+                coming.append((dist.irecv(incoming, src=source), piece, incoming))
+                if len(coming) > IN_FLIGHT * len(sources):
+                    work, *pair = coming.popleft()
+                    work.wait()
+                    yield pair[0], pair[1]
+        for work, piece, incoming in coming:
+            work.wait()
+            yield piece, incoming
+
+
+def _pieces(part: Tensor) -> Sequence[Tensor]:
+    return part.split(max(1, PIECE_BYTES // part.element_size()))
