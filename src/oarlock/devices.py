@@ -52,3 +52,12 @@ def device_identity(device: torch.device) -> str:
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).uuid)
     return "" if device.type == "cpu" else str(device)
+
+
+def memory_of(device: torch.device) -> int:
+    """All of a device's memory in bytes; the machine's own for the CPU."""
+    if device.type == "mps":
+        return int(torch.mps.recommended_max_memory())
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(torch.get_device_module(device).get_device_properties(device).total_memory)

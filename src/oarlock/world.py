@@ -113,6 +113,7 @@ class World:
         self.timeout = 600.0
         self.control: dist.ProcessGroup | None = None
         self.steps = 0  # updates so far, kept by the engine: named when ranks differ
+        self.unfinished: set[Any] = set()  # transfers to wait for (arrive()) before leaving
         self._store: dist.Store | None = None
         self._failed = False
 
@@ -201,6 +202,8 @@ class World:
             return
         try:
             if self.size > 1 and not self._failed:
+                for transfer in list(self.unfinished):
+                    transfer.arrive()
                 self.announce("leaving").wait()
                 self._meet("left")
         finally:

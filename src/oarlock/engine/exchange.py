@@ -69,6 +69,9 @@ class Alone:
     def updated(self) -> None:
         """The optimizer has made its update."""
 
+    def synchronize(self) -> None:
+        """Wait for weights that are still on their way; they come by themselves when read."""
+
     def settle(self, used: Sequence[bool]) -> None:
         """The step is over: prepare the next."""
 

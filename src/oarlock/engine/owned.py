@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from oarlock.engine.agreement import Agreement
@@ -17,6 +17,7 @@ from oarlock.engine.buckets import ALIGN, Bucket
 from oarlock.engine.exchange import WAITING, Exchange
 from oarlock.engine.norm import global_norm
 from oarlock.engine.slices import OwnerSlices, State
+from oarlock.engine.weights import Journey, can_hide, wait_before_forward
 from oarlock.engine.wire import wire_for
 from oarlock.world import World
 
@@ -38,6 +39,7 @@ class Owned(Exchange):
         self,
         world: World,
         parameters: Sequence[tuple[str, Parameter]],
+        model: nn.Module,
         optimizer: torch.optim.Optimizer,
         bucket_bytes: int,
         overlap: bool,
@@ -52,6 +54,9 @@ class Owned(Exchange):
         self.slices: OwnerSlices = OwnerSlices(self.buckets, optimizer, world)
         self._own: list[Tensor] = []  # at sharding 2: the sums of own slices
         self._round = 0
+        self._journeys: list[Journey] = []
+        self._model = model
+        self._waits: list[Any] = []  # hooks of the modules
 
     def _cut(self) -> tuple[int, int]:
         return self.world.size, ALIGN
@@ -125,6 +130,7 @@ class Owned(Exchange):
         for handle, _, _ in self._works:
             self._arrived(handle)
         self._works = []
+        self.synchronize()  # what no forward has read: long there, since it left before these
         self.stop()
 
     def attach(self, used: Sequence[bool]) -> list[Tensor]:
@@ -144,15 +150,28 @@ class Owned(Exchange):
         return math.sqrt(float(square))
 
     def updated(self) -> None:
-        handles = []
-        for weights in reversed(self.slices.weights):  # as the next forward needs them
-            handles.append(self.wire.to_all(weights))
-            part = weights.numel() // self.world.size
-            self.sent_bytes += (self.world.size - 1) * part * weights.element_size()
-        started = time.perf_counter()
-        for handle in handles:
-            self.wire.wait(handle, "waiting for the other ranks' weights")
-        self.wait_seconds += time.perf_counter() - started
+        hidden = self.overlap and can_hide(self._model)
+        if hidden and not self._waits:
+            self._waits = wait_before_forward(self._model)
+        pairs = list(zip(self.buckets, self.slices.weights, strict=True))
+        for bucket, weights in reversed(pairs):  # as the next forward needs them
+            members = [slot.parameter for slot in bucket.slots]
+            self._journeys.append(Journey(self.wire, self.world, weights, members))
+            self.sent_bytes += (self.world.size - 1) * bucket.part * weights.element_size()
+        if not hidden:
+            self.synchronize()
+            self._forget_waits()
+
+    def synchronize(self) -> None:
+        for journey in self._journeys:
+            journey.arrive()
+        self.wait_seconds += sum(journey.waited for journey in self._journeys)
+        self._journeys = []
+
+    def _forget_waits(self) -> None:
+        for hook in self._waits:
+            hook.remove()
+        self._waits = []
 
     def settle(self, used: Sequence[bool]) -> None:
         pass
@@ -164,5 +183,7 @@ class Owned(Exchange):
         return self.slices.whole_state()
 
     def detach(self) -> None:
+        self.synchronize()
+        self._forget_waits()
         super().detach()
         self.slices.restore()

@@ -152,7 +152,7 @@ class DataParallel:
         self.buffers = Buffers(model, self.world)
         self.nonfinite = NonFinite(nonfinite, model, self.world, self.precision)
         self.sharding, self.exchange = ladder.build(
-            sharding, self.world, trainable, optimizer, int(bucket_mb * 2**20), overlap
+            sharding, self.world, trainable, model, optimizer, int(bucket_mb * 2**20), overlap
         )
         self.steps_done = self._last_good = 0
         self.stopping = False
@@ -323,6 +323,7 @@ class DataParallel:
             DivergedError: naming the first tensor that differs, the odd rank and the step.
         """
         self.world.announce("check", self.steps_done).wait()
+        self.exchange.synchronize()
         print_ = guard.check_replicas(self.model, self.world, self._last_good)
         self._last_good = self.steps_done
         return print_
