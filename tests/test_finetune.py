@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -110,6 +111,8 @@ def test_lora_is_the_same_on_one_rank_and_two(place: Path, tmp_path: Path) -> No
     summary = json.loads((outputs[1] / "summary.json").read_text())
     assert summary["eval_loss_after"] < summary["eval_loss_before"]
     assert {"prompt", "answer", "before", "taught"} <= summary["samples"][0].keys()
+    assert re.fullmatch(r"What is \d+ \+ \d+\?( Please\.)*", summary["samples"][0]["prompt"])
+    assert re.fullmatch(r"It is \d+\.( Sure!)*", summary["samples"][0]["taught"])
 
     from peft import AutoPeftModelForCausalLM
 

@@ -222,7 +222,7 @@ def test_csv_holds_chats_as_json(tmp_path: Path) -> None:
     assert read(file)[0][0].data == chat("user", "assistant")
 
 
-def test_parquet(tmp_path: Path) -> None:
+def test_parquet(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     import datasets
 
     file = tmp_path / "rows.parquet"
@@ -235,8 +235,10 @@ def test_parquet(tmp_path: Path) -> None:
     assert only(findings, "empty").startswith(f"{file}:2: ")
 
     file.write_bytes(file.read_bytes()[:-20])
+    capfd.readouterr()
     with pytest.raises(DataError, match="not a readable Parquet file"):
         read(file)
+    assert capfd.readouterr() == ("", "")  # no line of a library's own beside ours
 
 
 def test_folder_in_sorted_order_with_a_layout_for_each_file(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from oarlock.finetune.chat import RefusedError
 from oarlock.finetune.examples import IGNORED
 
 if TYPE_CHECKING:
@@ -46,11 +47,28 @@ def prompts_of(config: RunConfig, prepared: Prepared) -> list[Prompt]:
         start = int(np.argmax(row.labels != IGNORED))
         if start < 2:
             continue  # plain text: there is no question in it
-        ids, answer = row.input_ids.tolist(), row.input_ids[row.labels != IGNORED].tolist()
-        shown = tokenizer.decode(ids[:start], skip_special_tokens=True).strip()
-        taught = tokenizer.decode(answer, skip_special_tokens=True).strip()
+        end = start + int(np.argmin(np.append(row.labels[start:] != IGNORED, False)))
+        ids = row.input_ids.tolist()
+        shown = _question(encoder, ids[:start])
+        taught = tokenizer.decode(ids[start:end], skip_special_tokens=True).strip()
         out.append(Prompt(ids[:start], shown, taught))
     return out
+
+
+def _question(encoder: Any, ids: list[int]) -> str:
+    """The words of a lone question to a chat model; any other prompt as it is."""
+    text = str(encoder.tokenizer.decode(ids, skip_special_tokens=False))
+    if encoder.chat_template is not None:
+        mark = "oarlock-question"
+        try:
+            asked = encoder.prompt_text([{"role": "user", "content": mark}])
+        except RefusedError:
+            return text
+        head, found, tail = asked.partition(mark)
+        inside = text.removeprefix(head).removesuffix(tail)
+        if found and len(inside) == len(text) - len(head) - len(tail):
+            return inside.strip()
+    return text.strip()
 
 
 def answers(

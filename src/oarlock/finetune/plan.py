@@ -97,8 +97,9 @@ def describe_steps(config: RunConfig, steps: Steps) -> list[str]:
     factor = schedule(train.schedule, steps)
     assert train.lr is not None
     warmup = f"{words.many(steps.warmup, 'step')} of warmup, then " if steps.warmup else ""
+    passes = f"{steps.epochs:.4g} epoch{'s' * (steps.epochs != 1)}"
     return [
-        f"{words.many(steps.total, 'step')} ({steps.epochs:.4g} epochs of "
+        f"{words.many(steps.total, 'step')} ({passes} of "
         f"{words.many(steps.per_epoch, 'step')}), one update each",
         f"learning rate {train.lr:g}: {warmup}{train.schedule}; "
         f"last step {train.lr * factor(steps.total - 1):.3g}",

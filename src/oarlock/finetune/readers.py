@@ -262,9 +262,10 @@ def _delimiter(header: bytes) -> str:
 
 def _parquet(file: Path, findings: Findings) -> Iterator[Value]:
     import datasets
-    import pyarrow
+    import pyarrow.parquet
 
     try:
+        pyarrow.parquet.read_schema(file)  # datasets prints a line of its own before it raises
         rows = datasets.load_dataset("parquet", data_files=str(file), split="train", streaming=True)
         for number, row in enumerate(rows, 1):
             findings.read += 1
