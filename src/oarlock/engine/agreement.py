@@ -64,6 +64,11 @@ class Agreement:
         ]
 
     @property
+    def first(self) -> int:
+        """The index of this rank's first micro-batch (or where it would be)."""
+        return sum(self.counts[: self.world.rank])
+
+    @property
     def last_rank(self) -> int:
         """The rank that runs the last micro-batch."""
         return self.senders(0)[-1]

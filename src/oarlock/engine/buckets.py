@@ -100,6 +100,12 @@ class Bucket:
         for slot in self.slots:
             slot.view = None
 
+    def adopt(self, flat: Tensor) -> None:
+        """Let another flat tensor of this layout be the gradients."""
+        self.flat = flat
+        for slot in self.slots:
+            slot.view = slot.within(flat)
+
     def slice(self, rank: int, flat: Tensor) -> Tensor:
         """Rank ``rank``'s slice of a flat tensor of this layout."""
         return flat[rank * self.part : (rank + 1) * self.part]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from oarlock.engine.agreement import Agreement
 from oarlock.engine.names import clean, named_buffers
 from oarlock.errors import SetupError
 from oarlock.world import World
@@ -28,10 +30,14 @@ class Buffers:
     Other buffers that a forward changed: whole-number scalars are counters, their increments are
     summed; the rest is taken from the rank that ran the last micro-batch, whose value one process
     would hold at the end if each forward overwrites it. That is said once.
+
+    In reproducible mode each micro-batch's forward starts BatchNorm's statistics from zero (while
+    training it doesn't read them), and all ranks repeat the average over all micro-batches, in
+    order: the same bits whoever ran them, for V times the statistics in memory.
     """
 
-    def __init__(self, model: nn.Module, world: World) -> None:
-        self.world = world
+    def __init__(self, model: nn.Module, world: World, reproducible: bool = False) -> None:
+        self.world, self._reproducible = world, reproducible
         self._norms = [
             (clean(name), module)
             for name, module in model.named_modules()
@@ -65,9 +71,29 @@ class Buffers:
             (m.running_mean.clone(), m.running_var.clone(), m.num_batches_tracked.clone())  # type: ignore[union-attr]
             for m in self._active
         ]
+        self._seen: dict[int, list[Tensor]] = {}
         others = self._other() if self._others else []
         self._versions = [(b, b._version) for b in others]  # held: an id could be used again
         self._counters = [b.clone() if _is_counter(b) else None for b in others]
+
+    def before_forward(self) -> None:
+        """A micro-batch's forward follows."""
+        if self._reproducible:
+            for m in self._active:
+                for buffer in (m.running_mean, m.running_var, m.num_batches_tracked):
+                    buffer.zero_()  # type: ignore[union-attr,operator]
+
+    def after_forward(self, index: int) -> None:
+        """Micro-batch ``index`` has been run."""
+        if not self._reproducible or not self._active:
+            return
+        parts = []
+        for m, before in zip(self._active, self._before, strict=True):
+            held: Any = (m.running_mean, m.running_var, m.num_batches_tracked)
+            parts.append(torch.cat([buffer.to(self._wide).view(-1) for buffer in held]))
+            for buffer, old in zip(held, before, strict=True):  # should the step yet fail
+                buffer.data.copy_(old)  # unseen by autograd, which kept it for a backward
+        self._seen[index] = parts
 
     def changed(self) -> list[bool]:
         """For each buffer that is not BatchNorm's: did this rank's forwards write to it?"""
@@ -83,14 +109,35 @@ class Buffers:
         """How many flags ``changed`` returns; the same on all ranks."""
         return len(self._others)
 
-    def finish(self, changed: list[bool], last_rank: int) -> None:
-        """Make the buffers alike: ``changed`` on any rank, ``last_rank`` ran the last one."""
-        if self.world.size == 1:
-            return
-        if self._active:
+    def finish(self, changed: list[bool], agreement: Agreement) -> None:
+        """Make the buffers alike: ``changed`` on any rank."""
+        if self._active and self._reproducible:
+            self._repeat_norms(sum(agreement.counts))
+        elif self._active and self.world.size > 1:
             self._merge_norms()
-        if any(changed):
-            self._merge_others(changed, last_rank)
+        if any(changed) and self.world.size > 1:
+            self._merge_others(changed, agreement.last_rank)
+
+    @torch.no_grad()
+    def _repeat_norms(self, count: int) -> None:
+        for i, (m, (mean, var, tracked)) in enumerate(zip(self._active, self._before, strict=True)):
+            width = mean.numel()
+            rows = torch.zeros(count, 2 * width + 1, dtype=self._wide, device=mean.device)
+            for index, parts in self._seen.items():
+                rows[index] = parts[i]
+            if self.world.size > 1:
+                self._all_reduce(rows)  # each row is zero on all ranks but one: exact
+            now = torch.cat([mean, var]).to(self._wide)
+            calls = float(tracked)
+            for row, new in zip(rows, rows[:, -1].tolist(), strict=True):
+                if m.momentum is None:
+                    now = (now * calls + row[:-1] * new) / max(calls + new, 1.0)
+                else:
+                    now = now * (1.0 - m.momentum) ** int(new) + row[:-1]
+                calls += new
+            m.running_mean.copy_(now[:width])  # type: ignore[union-attr]
+            m.running_var.copy_(now[width:])  # type: ignore[union-attr]
+            m.num_batches_tracked.fill_(int(calls))  # type: ignore[union-attr,operator]
 
     def _merge_norms(self) -> None:
         calls = torch.stack(

@@ -12,6 +12,7 @@ from oarlock.devices import memory_of
 from oarlock.engine.elementwise import check_elementwise, why_not_elementwise
 from oarlock.engine.exchange import Alone, Exchange
 from oarlock.engine.owned import Owned
+from oarlock.engine.reproducible import ReproducibleExchange, ReproducibleOwned
 from oarlock.world import World
 
 _USABLE = 0.8  # of a device's memory; the rest is for activations and the allocator's gaps
@@ -49,13 +50,18 @@ def build(
     optimizer: torch.optim.Optimizer,
     bucket_bytes: int,
     overlap: bool,
+    reproducible: bool = False,
 ) -> tuple[int, Alone]:
     """The rung and its exchange. In a world of one every rung is the same: rung 0."""
     if world.size == 1:
+        if reproducible:
+            return 0, ReproducibleExchange(world, parameters, bucket_bytes, overlap)
         return 0, Alone(parameters)
     rung = choose(world, parameters, optimizer) if sharding == "auto" else int(sharding)
     if rung:
         check_elementwise(optimizer, rung)
     if rung == 0:
-        return 0, Exchange(world, parameters, bucket_bytes, overlap)
-    return rung, Owned(world, parameters, model, optimizer, bucket_bytes, overlap, rung)
+        whole = ReproducibleExchange if reproducible else Exchange
+        return 0, whole(world, parameters, bucket_bytes, overlap)
+    owned = ReproducibleOwned if reproducible else Owned
+    return rung, owned(world, parameters, model, optimizer, bucket_bytes, overlap, rung)

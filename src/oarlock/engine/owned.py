@@ -68,6 +68,9 @@ class Owned(Exchange):
         self.slices.check_in_place()
         super().begin()
         self._round = 0
+        self._clear_own()
+
+    def _clear_own(self) -> None:
         if self.sharding == 2:
             if not self._own:
                 self._own = [
@@ -136,12 +139,16 @@ class Owned(Exchange):
     def attach(self, used: Sequence[bool]) -> list[Tensor]:
         for _, parameter in self._named:
             parameter.grad = None
-        own = self._own
-        if self.sharding == 1:
-            own = [b.slice(self.world.rank, b.allocate()) for b in self.buckets]
+        own = self.roots()
         names = {name for (name, _), is_used in zip(self._named, used, strict=True) if is_used}
         self.slices.attach(own, names)
         return own
+
+    def roots(self) -> list[Tensor]:
+        """This rank's slice of each bucket's sum."""
+        if self.sharding == 1:
+            return [b.slice(self.world.rank, b.allocate()) for b in self.buckets]
+        return self._own
 
     def norm(self, gradients: Sequence[Tensor]) -> float:
         square = torch.tensor(global_norm(gradients) ** 2, dtype=torch.float64)
@@ -160,13 +167,13 @@ class Owned(Exchange):
             self.sent_bytes += (self.world.size - 1) * bucket.part * weights.element_size()
         if not hidden:
             self.synchronize()
-            self._forget_waits()
 
     def synchronize(self) -> None:
         for journey in self._journeys:
             journey.arrive()
         self.wait_seconds += sum(journey.waited for journey in self._journeys)
         self._journeys = []
+        self._forget_waits()  # layers that choose a kernel by it see a model without hooks
 
     def _forget_waits(self) -> None:
         for hook in self._waits:
@@ -184,6 +191,5 @@ class Owned(Exchange):
 
     def detach(self) -> None:
         self.synchronize()
-        self._forget_waits()
         super().detach()
         self.slices.restore()

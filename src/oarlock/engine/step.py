@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,8 +30,9 @@ from oarlock.engine.checks import (
 from oarlock.engine.names import named_parameters
 from oarlock.engine.nonfinite import NonFinite
 from oarlock.engine.precision import Precision
-from oarlock.engine.totals import Closing, Totals
-from oarlock.errors import DataError, SetupError
+from oarlock.engine.reproducible import deterministic, prepare
+from oarlock.engine.totals import Closing, Totals, total
+from oarlock.errors import ConfigError, DataError, SetupError
 from oarlock.randomness import key, own_random_state, seed_everything
 from oarlock.world import World, current
 
@@ -92,6 +93,8 @@ class DataParallel:
         nonfinite: 'stop', 'skip' (as if the step had not been) or 'continue'.
         sync_batchnorm: BatchNorm statistics over the micro-batches that ranks run at one time.
         seed: for random numbers in micro-batches that do not come from a Loader.
+        reproducible: the same bits on any number of ranks (of one kind of device): gradients are
+            added in one fixed tree, and PyTorch is asked for deterministic kernels.
         overlap: False exchanges after backward instead of during it, for debugging.
 
     Raises:
@@ -114,11 +117,19 @@ class DataParallel:
         nonfinite: str = "stop",
         sync_batchnorm: bool = False,
         seed: int = 0,
+        reproducible: bool = False,
         overlap: bool = True,
     ) -> None:
         check_settings(sharding, clip_norm, bucket_mb, guard_every, nonfinite, seed)
         guard_every, seed = int(guard_every), int(seed)  # NumPy's integers would overflow
-        self.world = world or current()
+        self.world, self.reproducible = world or current(), bool(reproducible)
+        if reproducible:
+            if sync_batchnorm:
+                raise ConfigError(
+                    "reproducible=True cannot go with sync_batchnorm=True: statistics over ranks "
+                    "depend on how many there are."
+                )
+            prepare(self.world)
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         trainable = check_model(model, self.world)
         # A second engine on the same optimizer takes over: the first one's hooks would refuse it,
@@ -142,6 +153,7 @@ class DataParallel:
                 "nonfinite": nonfinite,
                 "sync_batchnorm": sync_batchnorm,
                 "sharding": sharding,
+                "reproducible": self.reproducible,
                 "scheduler": type(scheduler).__name__,
                 "seed": seed,
             }
@@ -149,10 +161,18 @@ class DataParallel:
         guard.align_replicas(model, self.world)
         if sync_batchnorm:
             synchronise_batch_norm(model, self.world)
-        self.buffers = Buffers(model, self.world)
+        self.buffers = Buffers(model, self.world, self.reproducible)
         self.nonfinite = NonFinite(nonfinite, model, self.world, self.precision)
+        bucket_bytes = int(bucket_mb * 2**20)
         self.sharding, self.exchange = ladder.build(
-            sharding, self.world, trainable, model, optimizer, int(bucket_mb * 2**20), overlap
+            sharding,
+            self.world,
+            trainable,
+            model,
+            optimizer,
+            bucket_bytes,
+            overlap,
+            self.reproducible,
         )
         self.steps_done = self._last_good = 0
         self.stopping = False
@@ -187,9 +207,11 @@ class DataParallel:
         self.nonfinite.begin()
 
         totals = Totals()
-        with own_random_state(self.world.device), self._collecting():
+        with own_random_state(self.world.device), self._kernels(), self._collecting():
             for micro_batch in batch.micro_batches:
+                self.buffers.before_forward()
                 loss_sum, weight = run(micro_batch)
+                self.buffers.after_forward(micro_batch.index)
                 totals.add(loss_sum, weight)
                 last = micro_batch is batch.micro_batches[-1]
                 self.exchange.before_backward(agreement, last)
@@ -197,12 +219,12 @@ class DataParallel:
                     self.precision.scaled(loss_sum).backward()
                 self.exchange.after_backward()
             agreement.reach()  # also for a rank without a micro-batch: it takes part all the same
-            closing = self._close(totals)
+            closing = self._close(totals, agreement)
             self.exchange.finish(agreement)
 
         closed = closing.wait()
         self.stopping = closed.stop
-        self.buffers.finish(closed.changed, agreement.last_rank)
+        self.buffers.finish(closed.changed, agreement)
         gradients = self.exchange.attach(closed.used)
         divisor = closed.weight * self.precision.scale
         norm = self.exchange.norm(gradients) / divisor
@@ -230,11 +252,15 @@ class DataParallel:
             self.exchange.sent_bytes,
         )
 
-    def _close(self, totals: Totals) -> Closing:
+    def _kernels(self) -> AbstractContextManager[None]:
+        return deterministic() if self.reproducible else nullcontext()
+
+    def _close(self, totals: Totals, agreement: Agreement) -> Closing:
         return Closing(
             self.world,
             self.steps_done + 1,
             totals,
+            agreement,
             self.exchange.used(),
             self.buffers.changed(),
             self._stop_asked,
@@ -265,7 +291,8 @@ class DataParallel:
         torch._foreach_mul_(gradients, factor)
         self._updating = True
         try:
-            self.optimizer.step()
+            with self._kernels():
+                self.optimizer.step()
         finally:
             self._updating = False
         self.exchange.updated()
@@ -336,6 +363,7 @@ class DataParallel:
         Collective. Runs in eval mode without gradients, and leaves modes and random state alone.
         """
         modes = [(m, m.training) for m in self.model.modules()]
+        self.exchange.synchronize()  # kernels for evaluation are chosen by the tensors' type
         totals, rows = Totals(), 0
         self.model.eval()
         try:
@@ -349,8 +377,9 @@ class DataParallel:
             for module, mode in modes:
                 module.training = mode
         self.world.announce("evaluation", self.steps_done).wait()
-        everyone = self.world.gather((totals.loss(), totals.weight, rows))
-        loss, weight, rows = (sum(column) for column in zip(*everyone, strict=True))
+        everyone = self.world.gather((totals.losses(), totals.weights, rows))
+        losses, weights, counts = zip(*everyone, strict=True)
+        loss, weight, rows = total(losses), total(weights), sum(counts)
         if weight == 0:
             raise DataError("The evaluation's total weight is zero: it has no targets.")
         return EvalResult(loss / weight, weight, rows)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,33 +12,47 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oarlock.engine.agreement import Agreement
 from oarlock.errors import DataError, SetupError
 from oarlock.words import many
 from oarlock.world import World
 
 
+def total(rows: Iterable[Sequence[float]]) -> float:
+    """The sum of all numbers, rounded once: the same in whatever order they come."""
+    try:
+        return math.fsum(itertools.chain.from_iterable(rows))
+    except (OverflowError, ValueError):  # too large a sum, or +inf with -inf
+        return sum(itertools.chain.from_iterable(rows))
+
+
 class Totals:
-    """One rank's sums over its micro-batches, in float64 (float32 on MPS, which has no other)."""
+    """The numbers of one rank's micro-batches, in their order; read to the host at the end."""
 
     def __init__(self) -> None:
-        self._loss: Tensor | None = None
-        self.weight = 0.0
+        self._losses: list[Tensor] = []
+        self.weights: list[float] = []
         self.whole = self.fractional = 0  # micro-batches whose weight is an int, a float
 
     def add(self, loss_sum: Tensor, weight: float) -> None:
         """Add a micro-batch's loss sum and weight."""
-        loss = loss_sum.detach()
-        loss = loss if loss.device.type == "mps" else loss.double()
-        self._loss = loss if self._loss is None else self._loss + loss
-        self.weight += weight
+        self._losses.append(loss_sum.detach().float() if _narrow(loss_sum) else loss_sum.detach())
+        self.weights.append(weight)
         if isinstance(weight, int):
             self.whole += 1
         else:
             self.fractional += 1
 
-    def loss(self) -> float:
-        """The sum of the losses, read to the host."""
-        return 0.0 if self._loss is None else float(self._loss)
+    def losses(self) -> list[float]:
+        """Each micro-batch's loss sum; one wait for the device."""
+        if not self._losses:
+            return []
+        wide = max((loss.dtype for loss in self._losses), key=lambda dtype: dtype.itemsize)
+        return torch.stack([loss.to(wide) for loss in self._losses]).tolist()
+
+
+def _narrow(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -65,13 +81,26 @@ class Closing:
         world: World,
         step: int,
         totals: Totals,
+        agreement: Agreement,
         used: Sequence[bool],
         changed: Sequence[bool],
         stop: bool,
     ) -> None:
         self._world, self._step, self._used = world, step, len(used)
-        head = [totals.loss(), totals.weight, totals.whole, totals.fractional, stop]
-        self._message = torch.tensor([*head, *used, *changed], dtype=torch.float64)
+        # Each micro-batch's loss and weight has a place of its own, so that adding the ranks'
+        # messages only adds zeros to it.
+        first, own, count = agreement.first, len(totals.weights), sum(agreement.counts)
+        before, after = [0.0] * first, [0.0] * (count - first - own)
+        self._count = count
+        self._message = torch.tensor(
+            [
+                *(totals.whole, totals.fractional, stop),
+                *(*before, *totals.losses(), *after),
+                *(*before, *totals.weights, *after),
+                *(*used, *changed),
+            ],
+            dtype=torch.float64,
+        )
         self._work: Any = None
         if world.size > 1:
             with world.lost_peer("summing the loss"):
@@ -85,7 +114,11 @@ class Closing:
         """
         if self._work is not None:
             self._world.wait(self._work, "summing the loss")
-        loss_sum, weight, whole, fractional, stop = self._message[:5].tolist()
+        whole, fractional, stop = self._message[:3].tolist()
+        losses, weights, rest = self._message[3:].split(
+            [self._count, self._count, len(self._message) - 3 - 2 * self._count]
+        )
+        loss_sum, weight = total([losses.tolist()]), total([weights.tolist()])
         if whole and fractional:
             raise SetupError(
                 f"Step {self._step}: the weight is a whole number in "
@@ -98,6 +131,6 @@ class Closing:
                 f"Step {self._step}: the total weight is zero, so there is no mean loss.\n"
                 "No micro-batch of this global batch has a target; check the labels."
             )
-        flags = (self._message[5:] > 0).tolist()
+        flags = (rest > 0).tolist()
         used, changed = flags[: self._used], flags[self._used :]
         return Closed(loss_sum / weight, weight, used, changed, stop > 0)

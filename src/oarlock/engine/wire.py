@@ -11,16 +11,55 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oarlock.engine.tree import Node, Tree
 from oarlock.world import World
 
 PIECE_BYTES = 4 << 20  # one message; large enough for the link, small enough to add while it fills
 IN_FLIGHT = 3  # messages that a rank is ready to receive from each peer
+
+
+@dataclass
+class Delivery:
+    """Nodes of the fixed tree on their way to the owners of their slices.
+
+    Attributes:
+        flats: [ranks · part] each, the nodes of this rank.
+        keys: for each rank, which nodes it has.
+        tree: where the owner adds its slices of them up.
+        copied: the flats are given up after sending, so own slices of them are copied.
+        gather: [ranks · part], where each slice of the sum then comes to all ranks; None: nowhere.
+    """
+
+    flats: list[Tensor]
+    part: int
+    dtype: torch.dtype
+    keys: list[list[Node]]
+    tree: Tree
+    copied: bool
+    gather: Tensor | None
+
+    def slice(self, flat: Tensor, rank: int) -> Tensor:
+        """A rank's slice."""
+        return flat[rank * self.part : (rank + 1) * self.part]
+
+    def add_own(self, rank: int) -> None:
+        """Own slices of own nodes."""
+        for node, flat in zip(self.keys[rank], self.flats, strict=True):
+            own = self.slice(flat, rank)
+            self.tree.add(node, own.clone() if self.copied else own)
+
+    def close(self, rank: int) -> None:
+        """These nodes have come: put the sum where it will be gathered from."""
+        if self.gather is not None:
+            assert self.tree.root is not None
+            self.slice(self.gather, rank).copy_(self.tree.root)
 
 
 class Wire(Protocol):
@@ -37,6 +76,9 @@ class Wire(Protocol):
 
     def to_all(self, flat: Tensor) -> Any:
         """Overwrite each slice of ``flat`` [ranks · part] with its owner's."""
+
+    def sum_in_tree(self, delivery: Delivery) -> Any:
+        """Add all ranks' nodes up in the fixed tree, each slice on its owner."""
 
     def wait(self, handle: Any, doing: str) -> None:
         """Wait for what one of the verbs returned. On a GPU: its stream waits, not the host."""
@@ -70,7 +112,33 @@ class Collectives:
             work = dist.all_gather_into_tensor(flat, mine, async_op=True)
         return work, None, flat
 
+    def sum_in_tree(self, delivery: Delivery) -> Any:
+        d, size, rank = delivery, self.world.size, self.world.rank
+        kind: Any = {"dtype": d.dtype, "device": self.world.device}
+        ins = [d.part * len(d.keys[rank]) * (to != rank) for to in range(size)]
+        outs = [d.part * len(nodes) * (r != rank) for r, nodes in enumerate(d.keys)]
+        slices = [d.slice(flat, to) for to in range(size) if to != rank for flat in d.flats]
+        outgoing = torch.cat(slices) if slices else torch.empty(0, **kind)
+        incoming = torch.empty(sum(outs), **kind)
+        with self.world.lost_peer("sending gradients"):
+            work = dist.all_to_all_single(incoming, outgoing, outs, ins, async_op=True)
+
+        def arrive(doing: str, sent: Tensor = outgoing) -> None:  # which must live until then
+            self.world.wait(work, doing)
+            d.add_own(rank)
+            nodes = [node for r, nodes in enumerate(d.keys) if r != rank for node in nodes]
+            for node, part in zip(nodes, incoming.split(d.part), strict=False):
+                d.tree.add(node, part)
+            d.close(rank)
+            if d.gather is not None:
+                self.wait(self.to_all(d.gather), doing)
+
+        return arrive
+
     def wait(self, handle: Any, doing: str) -> None:
+        if callable(handle):
+            handle(doing)
+            return
         work, add, _ = handle
         self.world.wait(work, doing)
         if add is not None:
@@ -95,7 +163,7 @@ class Courier:
     def __init__(self, world: World) -> None:
         self.world = world
         self._jobs: queue.SimpleQueue[_Parcel] = queue.SimpleQueue()
-        self._error: RuntimeError | None = None
+        self._error: Exception | None = None
         self._thread: threading.Thread | None = None
         rank, size = world.rank, world.size
         self._others = [(rank + k) % size for k in range(1, size)]  # not all to rank 0 at once
@@ -105,6 +173,9 @@ class Courier:
 
     def to_all(self, flat: Tensor) -> Any:
         return self._post(self._give_and_take(flat))
+
+    def sum_in_tree(self, delivery: Delivery) -> Any:
+        return self._post(self._give_and_climb(delivery))
 
     def wait(self, handle: Any, doing: str) -> None:
         # An error of the thread ends all jobs after it; the others' end is seen by gloo's timeout.
@@ -129,7 +200,7 @@ class Courier:
                 if self._error is None:
                     for _ in parcel.job:
                         pass
-            except RuntimeError as error:
+            except Exception as error:  # any: a thread that ended would leave its peers waiting
                 self._error = error
             finally:
                 parcel.job = iter(())  # lets go of the tensors
@@ -151,6 +222,29 @@ class Courier:
             yield
         for work in sends:
             work.wait()
+
+    def _give_and_climb(self, d: Delivery) -> Iterator[None]:
+        rank, sends = self.world.rank, []
+        for flat in d.flats:
+            wire = flat.cpu() if self.world.staged else flat
+            sends += self._send({to: d.slice(wire, to) for to in self._others})
+        d.add_own(rank)
+        coming: list[tuple[Node, Tensor, list[Any]]] = []
+        for source in (r for r in range(self.world.size) if r != rank):
+            for node in d.keys[source]:
+                part = torch.empty(d.part, dtype=d.dtype)
+                works: list[Any] = [dist.irecv(piece, src=source) for piece in _pieces(part)]
+                coming.append((node, part, works))
+        for node, part, works in coming:
+            for work in works:
+                work.wait()
+                yield
+            d.tree.add(node, part.to(self.world.device))
+        for work in sends:
+            work.wait()
+        d.close(rank)
+        if d.gather is not None:
+            yield from self._give_and_take(d.gather)
 
     def _give_and_take(self, flat: Tensor) -> Iterator[None]:
         size, rank = self.world.size, self.world.rank
