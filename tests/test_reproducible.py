@@ -189,9 +189,10 @@ def _by_collectives(world: oarlock.World, rung: int) -> Any:
     return _run(engine, loader, 8), _bits(model)
 
 
-def test_by_the_backends_own_collectives() -> None:
-    """The path that NCCL takes, at rung 0."""
-    history = run_ranks(_by_collectives, 3, 0)[0][0]
+@pytest.mark.parametrize("rung", [0, 1, 2])
+def test_by_the_backends_own_collectives(rung: int) -> None:
+    """The path that NCCL takes."""
+    history = run_ranks(_by_collectives, 3, rung)[0][0]
     assert history == _alone()[0][1][:8]
 
 

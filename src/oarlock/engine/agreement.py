@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,9 +65,10 @@ class Agreement:
         ]
 
     @property
-    def first(self) -> int:
-        """The index of this rank's first micro-batch (or where it would be)."""
-        return sum(self.counts[: self.world.rank])
+    def ranges(self) -> list[tuple[int, int]]:
+        """For each rank, the index of its first micro-batch (or where it would be) and the end."""
+        ends = list(itertools.accumulate(self.counts, initial=0))
+        return list(itertools.pairwise(ends))
 
     @property
     def last_rank(self) -> int:

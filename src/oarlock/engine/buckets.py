@@ -88,11 +88,7 @@ class Bucket:
 
     def allocate(self) -> Tensor:
         """Make room for the gradients, if there is none."""
-        if self.flat is None:
-            self.flat = self.new()
-            for slot in self.slots:
-                slot.view = slot.within(self.flat)
-        return self.flat
+        return self.adopt(self.new()) if self.flat is None else self.flat
 
     def release(self) -> None:
         """Give the gradients' memory back (once nobody else holds it)."""
@@ -100,11 +96,12 @@ class Bucket:
         for slot in self.slots:
             slot.view = None
 
-    def adopt(self, flat: Tensor) -> None:
-        """Let another flat tensor of this layout be the gradients."""
+    def adopt(self, flat: Tensor) -> Tensor:
+        """Let this flat tensor of the bucket's layout be the gradients."""
         self.flat = flat
         for slot in self.slots:
             slot.view = slot.within(flat)
+        return flat
 
     def slice(self, rank: int, flat: Tensor) -> Tensor:
         """Rank ``rank``'s slice of a flat tensor of this layout."""

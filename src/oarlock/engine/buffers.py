@@ -112,7 +112,7 @@ class Buffers:
     def finish(self, changed: list[bool], agreement: Agreement) -> None:
         """Make the buffers alike: ``changed`` on any rank."""
         if self._active and self._reproducible:
-            self._repeat_norms(sum(agreement.counts))
+            self._repeat_norms(agreement.batch.count)
         elif self._active and self.world.size > 1:
             self._merge_norms()
         if any(changed) and self.world.size > 1:

@@ -15,6 +15,7 @@ from oarlock.engine.agreement import Agreement
 from oarlock.engine.buckets import ALIGN, Bucket, Slot, fill_buckets
 from oarlock.engine.norm import global_norm
 from oarlock.engine.slices import OwnerSlices
+from oarlock.engine.wire import wire_for
 from oarlock.errors import SetupError
 from oarlock.world import World
 
@@ -87,6 +88,16 @@ class Alone:
         """Let go of parameters and optimizer, so that another engine can take them."""
 
 
+def dense(name: str, grad: Tensor | None) -> Tensor:
+    """A parameter's gradient. SetupError where it is sparse."""
+    if grad is None or grad.layout != torch.strided:
+        raise SetupError(
+            f"{name} has a sparse gradient, which the exchange cannot carry.\n"
+            "Build the layer with sparse=False."
+        )
+    return grad
+
+
 class Exchange(Alone):
     """Sharding 0: collects the gradients of one rank and sums them over all ranks.
 
@@ -110,6 +121,7 @@ class Exchange(Alone):
         overlap: bool = True,
     ) -> None:
         self.world, self.overlap = world, overlap
+        self.wire = wire_for(world)  # for the rungs and modes that move slices
         self.bucket_bytes = bucket_bytes
         self._collecting = self._last = self._armed = self._settled = False
         self._arrivals: list[str] = []
@@ -158,14 +170,9 @@ class Exchange(Alone):
             if slot.view is None or grad is not slot.view:
                 # First gradient of this step: autograd made a tensor of its own. Copying it once
                 # is cheaper than zeroing the bucket and adding.
-                if grad is None or grad.layout != torch.strided:
-                    raise SetupError(
-                        f"{name} has a sparse gradient, which the exchange cannot carry.\n"
-                        "Build the layer with sparse=False."
-                    )
                 bucket.allocate()
                 assert slot.view is not None
-                slot.view.copy_(grad)
+                slot.view.copy_(dense(name, grad))
                 parameter.grad = slot.view
                 slot.used = True
                 self._used.add(name)
@@ -225,6 +232,12 @@ class Exchange(Alone):
     def _send_rest(self) -> None:
         while self._next < len(self.buckets):
             self._send(self.buckets[self._next])
+
+    def _arrived(self, handle: Any) -> None:
+        """Wait for what the wire carries."""
+        started = time.perf_counter()
+        self.wire.wait(handle, WAITING)
+        self.wait_seconds += time.perf_counter() - started
 
     def finish(self, agreement: Agreement) -> None:
         self._send_rest()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,11 +13,10 @@ from torch.nn import Parameter
 
 from oarlock.engine.agreement import Agreement
 from oarlock.engine.buckets import ALIGN, Bucket
-from oarlock.engine.exchange import WAITING, Exchange
+from oarlock.engine.exchange import Exchange
 from oarlock.engine.norm import global_norm
 from oarlock.engine.slices import OwnerSlices, State
 from oarlock.engine.weights import Journey, can_hide, wait_before_forward
-from oarlock.engine.wire import wire_for
 from oarlock.world import World
 
 _IN_FLIGHT = 2  # buckets on their way at sharding 2; a third waits until the first has arrived
@@ -50,7 +48,6 @@ class Owned(Exchange):
         # Weights lie in the buckets, so that these stay as they are; the first layer's gradient
         # comes last, in whatever model.
         self._settled = True
-        self.wire = wire_for(world)
         self.slices: OwnerSlices = OwnerSlices(self.buckets, optimizer, world)
         self._own: list[Tensor] = []  # at sharding 2: the sums of own slices
         self._round = 0
@@ -116,11 +113,6 @@ class Owned(Exchange):
             del flat
             while len(self._works) > _IN_FLIGHT:
                 self._arrived(self._works.pop(0)[0])
-
-    def _arrived(self, handle: Any) -> None:
-        started = time.perf_counter()
-        self.wire.wait(handle, WAITING)
-        self.wait_seconds += time.perf_counter() - started
 
     def finish(self, agreement: Agreement) -> None:
         if self.sharding == 1:

@@ -11,26 +11,24 @@ thread a rank, since kernels cut their sums by the number of threads.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import os
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 
 from oarlock.engine.agreement import Agreement
 from oarlock.engine.buckets import Bucket, Slot
-from oarlock.engine.exchange import WAITING, Exchange
+from oarlock.engine.exchange import Exchange, dense
 from oarlock.engine.owned import Owned
 from oarlock.engine.tree import Node, Tree, merges, nodes_of
-from oarlock.engine.wire import Delivery, Wire, wire_for
+from oarlock.engine.wire import Delivery
 from oarlock.errors import SetupError
 from oarlock.world import World
 
@@ -46,10 +44,16 @@ class TreeSums(Exchange):
 
     ``sharding`` 2 sends every micro-batch's leaf at once; 0 and 1 add up locally first and send
     with the last backward. At 0 the sums are then gathered to all ranks.
+
+    Args: those of the exchange that it is mixed into.
     """
 
     sharding = 0
-    wire: Wire
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._settled = True  # the layout may not depend on when gradients arrive
+        self._pools: list[list[Tensor]] = [[] for _ in self.buckets]  # flat tensors to write to
 
     def _cut(self) -> tuple[int, int]:
         return self.world.size, BLOCK
@@ -58,23 +62,14 @@ class TreeSums(Exchange):
         # One layout at every rung and on any world: the norm is added by its blocks.
         Exchange._place(self, members, len(members) - 1)
 
-    def _start(self) -> None:
-        self._settled = True  # the layout may not depend on when gradients arrive
-        self._pools: list[list[Tensor]] = [[] for _ in self.buckets]  # flat tensors to write to
-        self._lent: list[list[Tensor]] = []
-        self._begin_sum()
-
-    def _begin_sum(self) -> None:
+    def begin(self) -> None:
+        super().begin()
+        self._lent = [list(pool) for pool in self._pools]
         self._held: list[tuple[Node, list[Tensor]]] = []  # this rank's sums: a flat a bucket
         self._targets: list[list[Tensor]] = []  # what the current leaf is added to, by bucket
         self._trees: list[Tree] = []
         self._deliveries: list[tuple[Any, Bucket, Tensor | None]] = []
         self._done = self._rounds = 0  # micro-batches of this rank; times that buckets were sent
-
-    def begin(self) -> None:
-        super().begin()
-        self._begin_sum()
-        self._lent = [list(pool) for pool in self._pools]
 
     def _flat(self, place: int) -> Tensor:
         """A flat tensor for a bucket, its padding zero and the rest anything."""
@@ -113,12 +108,7 @@ class TreeSums(Exchange):
             if not self._collecting:
                 return
             bucket, slot = self._home[name]
-            grad, parameter.grad = parameter.grad, None
-            if grad is None or grad.layout != torch.strided:
-                raise SetupError(
-                    f"{name} has a sparse gradient, which the exchange cannot carry.\n"
-                    "Build the layer with sparse=False."
-                )
+            grad, parameter.grad = dense(name, parameter.grad), None
             if slot.complete:
                 raise SetupError(
                     f"Step {self.world.steps + 1}: {name} got a second gradient in one backward "
@@ -151,7 +141,7 @@ class TreeSums(Exchange):
         slot.complete = True
 
     def after_backward(self) -> None:
-        if self._armed or self._last:  # the last one, or at sharding 2 each
+        if self._last:  # the last one, or at sharding 2 each
             self._send_rest()
             self._armed = self._last = False
         else:
@@ -175,16 +165,13 @@ class TreeSums(Exchange):
     def _arm_tree(self, agreement: Agreement) -> None:
         agreement.reach()
         self._last, self._armed, self._next = True, self.overlap, 0
-        counts = agreement.counts
         if not self._trees:
-            self._trees = [Tree(sum(counts)) for _ in self.buckets]
-            self._firsts = list(itertools.accumulate(counts, initial=0))[:-1]
-        spans = list(zip(self._firsts, counts, strict=True))
-        if self.sharding == 2:
-            now = self._rounds
-            self._keys = [[(0, first + now)] if count > now else [] for first, count in spans]
-        else:
-            self._keys = [nodes_of(first, first + count) for first, count in spans]
+            self._trees = [Tree(agreement.batch.count) for _ in self.buckets]
+        ranges = agreement.ranges
+        if self.sharding == 2:  # this round's leaf of each rank that has one
+            leaves = [(first + self._rounds, end) for first, end in ranges]
+            ranges = [(leaf, min(leaf + 1, end)) for leaf, end in leaves]
+        self._keys = [nodes_of(first, end) for first, end in ranges]
         self._rounds += 1
 
     def _send(self, bucket: Bucket) -> None:
@@ -201,7 +188,7 @@ class TreeSums(Exchange):
         if self.sharding == 0:
             gather = flats[0] if flats else self._flat(place)
         tree, given_up = self._trees[place], self.sharding == 2
-        delivery = Delivery(flats, bucket.part, bucket.dtype, self._keys, tree, given_up, gather)
+        delivery = Delivery(bucket, flats, self._keys, tree, given_up, gather)
         self._deliveries.append((self._deliver(delivery), bucket, gather))
         size, part = self.world.size, bucket.part * bucket.dtype.itemsize
         self.sent_bytes += (size - 1) * part * (len(mine) + (gather is not None))
@@ -209,7 +196,7 @@ class TreeSums(Exchange):
         if self.sharding == 2:
             self._targets[place] = []
             while len(self._deliveries) > 2:
-                self._wait_for(self._deliveries.pop(0)[0])
+                self._arrived(self._deliveries.pop(0)[0])
 
     def _deliver(self, delivery: Delivery) -> Any:
         if self.world.size > 1:
@@ -218,11 +205,9 @@ class TreeSums(Exchange):
         delivery.close(0)
         return None
 
-    def _wait_for(self, handle: Any) -> None:
+    def _arrived(self, handle: Any) -> None:
         if handle is not None:
-            started = time.perf_counter()
-            self.wire.wait(handle, WAITING)
-            self.wait_seconds += time.perf_counter() - started
+            super()._arrived(handle)
 
     def finish(self, agreement: Agreement) -> None:
         # A rank that has fewer micro-batches than others, or none, takes part all the same.
@@ -232,7 +217,7 @@ class TreeSums(Exchange):
             self._arm_tree(agreement)
             self._send_rest()
         for handle, _, _ in self._deliveries:
-            self._wait_for(handle)
+            self._arrived(handle)
         if self.sharding == 0:
             for _, bucket, flat in self._deliveries:
                 assert flat is not None
@@ -254,38 +239,14 @@ class TreeSums(Exchange):
 
 
 class ReproducibleExchange(TreeSums):
-    """Sharding 0 in reproducible mode, also for a world of one. Args: as :class:`Exchange`."""
-
-    def __init__(
-        self,
-        world: World,
-        parameters: Sequence[tuple[str, Parameter]],
-        bucket_bytes: int,
-        overlap: bool,
-    ) -> None:
-        super().__init__(world, parameters, bucket_bytes, overlap)
-        self.wire = wire_for(world)
-        self._start()
+    """Sharding 0 in reproducible mode, also for a world of one."""
 
     def roots(self) -> list[Tensor]:
         return [b.slice(self.world.rank, b.allocate()) for b in self.buckets]
 
 
 class ReproducibleOwned(TreeSums, Owned):
-    """Sharding 1 and 2 in reproducible mode. Args: as :class:`~oarlock.engine.owned.Owned`."""
-
-    def __init__(
-        self,
-        world: World,
-        parameters: Sequence[tuple[str, Parameter]],
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        bucket_bytes: int,
-        overlap: bool,
-        sharding: int,
-    ) -> None:
-        Owned.__init__(self, world, parameters, model, optimizer, bucket_bytes, overlap, sharding)
-        self._start()
+    """Sharding 1 and 2 in reproducible mode."""
 
 
 def blocks_norm(roots: Sequence[Tensor], world: World) -> float:

@@ -257,10 +257,8 @@ class DataParallel:
 
     def _close(self, totals: Totals, agreement: Agreement) -> Closing:
         return Closing(
-            self.world,
-            self.steps_done + 1,
-            totals,
             agreement,
+            totals,
             self.exchange.used(),
             self.buffers.changed(),
             self._stop_asked,

@@ -15,7 +15,6 @@ from torch import Tensor
 from oarlock.engine.agreement import Agreement
 from oarlock.errors import DataError, SetupError
 from oarlock.words import many
-from oarlock.world import World
 
 
 def total(rows: Iterable[Sequence[float]]) -> float:
@@ -36,7 +35,10 @@ class Totals:
 
     def add(self, loss_sum: Tensor, weight: float) -> None:
         """Add a micro-batch's loss sum and weight."""
-        self._losses.append(loss_sum.detach().float() if _narrow(loss_sum) else loss_sum.detach())
+        # float64 (float32 on MPS, which has no other) holds a loss of any type as it is; a copy,
+        # since a compiled model may write the next one to the same place
+        wide = torch.float32 if loss_sum.device.type == "mps" else torch.float64
+        self._losses.append(loss_sum.detach().to(wide, copy=True))
         self.weights.append(weight)
         if isinstance(weight, int):
             self.whole += 1
@@ -45,14 +47,7 @@ class Totals:
 
     def losses(self) -> list[float]:
         """Each micro-batch's loss sum; one wait for the device."""
-        if not self._losses:
-            return []
-        wide = max((loss.dtype for loss in self._losses), key=lambda dtype: dtype.itemsize)
-        return torch.stack([loss.to(wide) for loss in self._losses]).tolist()
-
-
-def _narrow(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.float16, torch.bfloat16)
+        return torch.stack(self._losses).tolist() if self._losses else []
 
 
 @dataclass(frozen=True)
@@ -78,20 +73,18 @@ class Closing:
 
     def __init__(
         self,
-        world: World,
-        step: int,
-        totals: Totals,
         agreement: Agreement,
+        totals: Totals,
         used: Sequence[bool],
         changed: Sequence[bool],
         stop: bool,
     ) -> None:
-        self._world, self._step, self._used = world, step, len(used)
+        world = self._world = agreement.world
+        self._step, self._count, self._used = agreement.step, agreement.batch.count, len(used)
         # Each micro-batch's loss and weight has a place of its own, so that adding the ranks'
         # messages only adds zeros to it.
-        first, own, count = agreement.first, len(totals.weights), sum(agreement.counts)
-        before, after = [0.0] * first, [0.0] * (count - first - own)
-        self._count = count
+        first, end = agreement.ranges[world.rank]
+        before, after = [0.0] * first, [0.0] * (self._count - end)
         self._message = torch.tensor(
             [
                 *(totals.whole, totals.fractional, stop),

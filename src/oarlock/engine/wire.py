@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oarlock.engine.buckets import Bucket
 from oarlock.engine.tree import Node, Tree
 from oarlock.world import World
 
@@ -30,6 +31,7 @@ class Delivery:
     """Nodes of the fixed tree on their way to the owners of their slices.
 
     Attributes:
+        bucket: whose layout the flat tensors have.
         flats: [ranks · part] each, the nodes of this rank.
         keys: for each rank, which nodes it has.
         tree: where the owner adds its slices of them up.
@@ -37,29 +39,24 @@ class Delivery:
         gather: [ranks · part], where each slice of the sum then comes to all ranks; None: nowhere.
     """
 
+    bucket: Bucket
     flats: list[Tensor]
-    part: int
-    dtype: torch.dtype
     keys: list[list[Node]]
     tree: Tree
     copied: bool
     gather: Tensor | None
 
-    def slice(self, flat: Tensor, rank: int) -> Tensor:
-        """A rank's slice."""
-        return flat[rank * self.part : (rank + 1) * self.part]
-
     def add_own(self, rank: int) -> None:
         """Own slices of own nodes."""
         for node, flat in zip(self.keys[rank], self.flats, strict=True):
-            own = self.slice(flat, rank)
+            own = self.bucket.slice(rank, flat)
             self.tree.add(node, own.clone() if self.copied else own)
 
     def close(self, rank: int) -> None:
         """These nodes have come: put the sum where it will be gathered from."""
         if self.gather is not None:
             assert self.tree.root is not None
-            self.slice(self.gather, rank).copy_(self.tree.root)
+            self.bucket.slice(rank, self.gather).copy_(self.tree.root)
 
 
 class Wire(Protocol):
@@ -102,32 +99,38 @@ class Collectives:
         out = torch.empty_like(own) if apart else mine
         with self.world.lost_peer("sending gradients"):
             work = dist.reduce_scatter_tensor(out, flat, async_op=True)
+
         # flat is kept here until the wait: the allocator may not hand it to another stream before
-        return work, (own, out) if apart else None, flat
+        def arrive(doing: str, sent: Tensor = flat) -> None:
+            self.world.wait(work, doing)
+            if apart:
+                own.add_(out)
+
+        return arrive
 
     def to_all(self, flat: Tensor) -> Any:
         part = flat.numel() // self.world.size
         mine = flat[self.world.rank * part : (self.world.rank + 1) * part]
         with self.world.lost_peer("sending weights"):
             work = dist.all_gather_into_tensor(flat, mine, async_op=True)
-        return work, None, flat
+        return lambda doing, sent=flat: self.world.wait(work, doing)
 
     def sum_in_tree(self, delivery: Delivery) -> Any:
-        d, size, rank = delivery, self.world.size, self.world.rank
-        kind: Any = {"dtype": d.dtype, "device": self.world.device}
-        ins = [d.part * len(d.keys[rank]) * (to != rank) for to in range(size)]
-        outs = [d.part * len(nodes) * (r != rank) for r, nodes in enumerate(d.keys)]
-        slices = [d.slice(flat, to) for to in range(size) if to != rank for flat in d.flats]
-        outgoing = torch.cat(slices) if slices else torch.empty(0, **kind)
-        incoming = torch.empty(sum(outs), **kind)
+        d, bucket, size, rank = delivery, delivery.bucket, self.world.size, self.world.rank
+        others = [r for r in range(size) if r != rank]
+        nodes = [node for source in others for node in d.keys[source]]
+        ins = [bucket.part * len(d.flats) * (to != rank) for to in range(size)]
+        outs = [bucket.part * len(d.keys[source]) * (source != rank) for source in range(size)]
+        incoming = torch.empty(sum(outs), dtype=bucket.dtype, device=bucket.device)
+        slices = [bucket.slice(to, flat) for to in others for flat in d.flats]
+        outgoing = torch.cat(slices) if slices else incoming[:0]
         with self.world.lost_peer("sending gradients"):
             work = dist.all_to_all_single(incoming, outgoing, outs, ins, async_op=True)
 
         def arrive(doing: str, sent: Tensor = outgoing) -> None:  # which must live until then
             self.world.wait(work, doing)
             d.add_own(rank)
-            nodes = [node for r, nodes in enumerate(d.keys) if r != rank for node in nodes]
-            for node, part in zip(nodes, incoming.split(d.part), strict=False):
+            for node, part in zip(nodes, incoming.view(-1, bucket.part), strict=True):
                 d.tree.add(node, part)
             d.close(rank)
             if d.gather is not None:
@@ -136,13 +139,7 @@ class Collectives:
         return arrive
 
     def wait(self, handle: Any, doing: str) -> None:
-        if callable(handle):
-            handle(doing)
-            return
-        work, add, _ = handle
-        self.world.wait(work, doing)
-        if add is not None:
-            add[0].add_(add[1])
+        handle(doing)
 
 
 class _Parcel:
@@ -227,12 +224,12 @@ class Courier:
         rank, sends = self.world.rank, []
         for flat in d.flats:
             wire = flat.cpu() if self.world.staged else flat
-            sends += self._send({to: d.slice(wire, to) for to in self._others})
+            sends += self._send({to: d.bucket.slice(to, wire) for to in self._others})
         d.add_own(rank)
         coming: list[tuple[Node, Tensor, list[Any]]] = []
         for source in (r for r in range(self.world.size) if r != rank):
             for node in d.keys[source]:
-                part = torch.empty(d.part, dtype=d.dtype)
+                part = torch.empty(d.bucket.part, dtype=d.bucket.dtype)
                 works: list[Any] = [dist.irecv(piece, src=source) for piece in _pieces(part)]
                 coming.append((node, part, works))
         for node, part, works in coming:
