@@ -7,6 +7,7 @@ sends the slices from rank to rank itself.
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections import deque
@@ -143,7 +144,10 @@ class Collectives:
 
 
 class _Parcel:
-    """A job of the courier, and whether it is done."""
+    """A job of the courier, and whether it is done.
+
+    The job stops once, when it has said what it is ready to receive.
+    """
 
     def __init__(self, job: Iterator[None]) -> None:
         self.job, self.done = job, threading.Event()
@@ -155,6 +159,11 @@ class Courier:
     A rank sends each slice to its owner and adds what comes in to its own slice as it comes, in
     the order of the ranks. On two ranks that is half of the bytes of an all-reduce each way, and
     each element is added once.
+
+    gloo sends a message only when its receiver has said that it is ready, and says so on the same
+    connection as it sends on. Said late, it stands in line behind megabytes going the other way,
+    and the two directions take turns instead of running at once: on a 1 Gbit link that was half the
+    speed. So each job first gets ready to receive, also the one after the job that is running.
     """
 
     def __init__(self, world: World) -> None:
@@ -164,15 +173,16 @@ class Courier:
         self._thread: threading.Thread | None = None
         rank, size = world.rank, world.size
         self._others = [(rank + k) % size for k in range(1, size)]  # not all to rank 0 at once
+        self._posted = 0
 
     def to_owners(self, flat: Tensor, own: Tensor, senders: Sequence[int]) -> Any:
-        return self._post(self._give_and_add(flat, own, senders))
+        return self._post(self._give_and_add(flat, own, senders, self._tag()))
 
     def to_all(self, flat: Tensor) -> Any:
-        return self._post(self._give_and_take(flat))
+        return self._post(self._give_and_take(flat, self._tag()))
 
     def sum_in_tree(self, delivery: Delivery) -> Any:
-        return self._post(self._give_and_climb(delivery))
+        return self._post(self._give_and_climb(delivery, self._tag()))
 
     def wait(self, handle: Any, doing: str) -> None:
         # An error of the thread ends all jobs after it; the others' end is seen by gloo's timeout.
@@ -180,6 +190,11 @@ class Courier:
         if self._error is not None:
             with self.world.lost_peer(doing):
                 raise self._error
+
+    def _tag(self) -> int:
+        """What tells the messages of jobs that overlap apart."""
+        self._posted += 1
+        return self._posted % 4
 
     def _post(self, job: Iterator[None]) -> _Parcel:
         if self._thread is None:
@@ -191,94 +206,101 @@ class Courier:
         return parcel
 
     def _work(self) -> None:
+        started: deque[_Parcel] = deque()
         while True:
-            parcel = self._jobs.get()
-            try:
-                if self._error is None:
-                    for _ in parcel.job:
-                        pass
-            except Exception as error:  # any: a thread that ended would leave its peers waiting
-                self._error = error
-            finally:
-                parcel.job = iter(())  # lets go of the tensors
-                parcel.done.set()
-                del parcel
+            while not started or (len(started) < 2 and not self._jobs.empty()):
+                started.append(self._jobs.get())
+                self._advance(started[-1], 1)
+            parcel = started.popleft()
+            self._advance(parcel, None)
+            parcel.job = iter(())  # lets go of the tensors
+            parcel.done.set()
+            del parcel
 
-    def _give_and_add(self, flat: Tensor, own: Tensor, senders: Sequence[int]) -> Iterator[None]:
+    def _advance(self, parcel: _Parcel, stops: int | None) -> None:
+        """Run a job to its stop, or to its end."""
+        try:
+            if self._error is None:
+                for _ in itertools.islice(parcel.job, stops):
+                    pass
+        except Exception as error:  # any: a thread that ended would leave its peers waiting
+            self._error = error
+
+    def _give_and_add(
+        self, flat: Tensor, own: Tensor, senders: Sequence[int], tag: int
+    ) -> Iterator[None]:
         rank, part = self.world.rank, own.numel()
-        mine = flat[rank * part : (rank + 1) * part]
+        sources = [s for s in senders if s != rank]
+        wanted = [(piece, source) for piece in _pieces(own) for source in sources]
+        ready = IN_FLIGHT * len(sources)
+        coming = deque(self._expect(*one, tag) for one in wanted[:ready])
+        yield
         sends = []
         wire = flat.cpu() if self.world.staged else flat
         if rank in senders:
             slices = {to: wire[to * part : (to + 1) * part] for to in self._others}
-            sends = self._send(slices)
+            sends = self._send(slices, tag)
+            mine = flat[rank * part : (rank + 1) * part]
             if own.data_ptr() != mine.data_ptr():
                 own.add_(mine)
-        for piece, incoming in self._received(own, [s for s in senders if s != rank]):
+        for i in range(len(wanted)):
+            work, piece, incoming = coming.popleft()
+            work.wait()
             piece.add_(incoming.to(piece.device) if self.world.staged else incoming)
-            yield
+            if i + ready < len(wanted):
+                coming.append(self._expect(*wanted[i + ready], tag))
         for work in sends:
             work.wait()
 
-    def _give_and_climb(self, d: Delivery) -> Iterator[None]:
+    def _give_and_climb(self, d: Delivery, tag: int) -> Iterator[None]:
         rank, sends = self.world.rank, []
-        for flat in d.flats:
-            wire = flat.cpu() if self.world.staged else flat
-            sends += self._send({to: d.bucket.slice(to, wire) for to in self._others})
-        d.add_own(rank)
         coming: list[tuple[Node, Tensor, list[Any]]] = []
         for source in (r for r in range(self.world.size) if r != rank):
             for node in d.keys[source]:
                 part = torch.empty(d.bucket.part, dtype=d.bucket.dtype)
-                works: list[Any] = [dist.irecv(piece, src=source) for piece in _pieces(part)]
-                coming.append((node, part, works))
+                coming.append((node, part, self._receive(part, source, tag)))
+        yield
+        for flat in d.flats:
+            wire = flat.cpu() if self.world.staged else flat
+            sends += self._send({to: d.bucket.slice(to, wire) for to in self._others}, tag)
+        d.add_own(rank)
         for node, part, works in coming:
             for work in works:
                 work.wait()
-                yield
             d.tree.add(node, part.to(self.world.device))
         for work in sends:
             work.wait()
         d.close(rank)
         if d.gather is not None:
-            yield from self._give_and_take(d.gather)
+            for _ in self._give_and_take(d.gather, tag):
+                pass
 
-    def _give_and_take(self, flat: Tensor) -> Iterator[None]:
+    def _give_and_take(self, flat: Tensor, tag: int) -> Iterator[None]:
         size, rank = self.world.size, self.world.rank
         wire = flat.cpu() if self.world.staged else flat
         slices = list(wire.view(size, -1))
-        sends = self._send(dict.fromkeys(self._others, slices[rank]))
-        takes = [
-            dist.irecv(piece, src=source)
-            for source in self._others
-            for piece in _pieces(slices[source])
-        ]
+        takes = [w for source in self._others for w in self._receive(slices[source], source, tag)]
+        yield
+        sends = self._send(dict.fromkeys(self._others, slices[rank]), tag)
         for work in (*takes, *sends):
             work.wait()
-            yield
         if wire is not flat:
             flat.copy_(wire)
 
-    def _send(self, slices: dict[int, Tensor]) -> list[Any]:
+    def _send(self, slices: dict[int, Tensor], tag: int) -> list[Any]:
         pieces = [[(piece, to) for piece in _pieces(part)] for to, part in slices.items()]
         return [
-            dist.isend(piece, dst=to) for turn in zip(*pieces, strict=True) for piece, to in turn
+            dist.isend(piece, dst=to, tag=tag)
+            for turn in zip(*pieces, strict=True)
+            for piece, to in turn
         ]
 
-    def _received(self, own: Tensor, sources: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pieces of ``own`` and what ``sources`` sent for them, in the order of the ranks."""
-        coming: deque[tuple[Any, Tensor, Tensor]] = deque()
-        for piece in _pieces(own):
-            for source in sources:
-                incoming = torch.empty(piece.shape, dtype=piece.dtype)
-                coming.append((dist.irecv(incoming, src=source), piece, incoming))
-                if len(coming) > IN_FLIGHT * len(sources):
-                    work, *pair = coming.popleft()
-                    work.wait()
-                    yield pair[0], pair[1]
-        for work, piece, incoming in coming:
-            work.wait()
-            yield piece, incoming
+    def _receive(self, part: Tensor, source: int, tag: int) -> list[Any]:
+        return [dist.irecv(piece, src=source, tag=tag) for piece in _pieces(part)]
+
+    def _expect(self, piece: Tensor, source: int, tag: int) -> tuple[Any, Tensor, Tensor]:
+        incoming = torch.empty(piece.shape, dtype=piece.dtype)
+        return dist.irecv(incoming, src=source, tag=tag), piece, incoming
 
 
 def _pieces(part: Tensor) -> Sequence[Tensor]:
