@@ -138,7 +138,7 @@ def describe(
 def check_settings(
     sharding: int | str,
     clip_norm: float | None,
-    bucket_mb: float,
+    bucket_mb: float | str,
     guard_every: int,
     nonfinite: str,
     seed: int,
@@ -151,8 +151,10 @@ def check_settings(
         )
     if clip_norm is not None and not (_is_number(clip_norm) and clip_norm > 0):
         raise ConfigError(f"clip_norm is {clip_norm!r}; it must be a positive number, or None.")
-    if not (_is_number(bucket_mb) and 0 < bucket_mb < math.inf):
-        raise ConfigError(f"bucket_mb is {bucket_mb!r}; it must be a positive number of MiB.")
+    if bucket_mb != "auto" and not (_is_number(bucket_mb) and 0 < float(bucket_mb) < math.inf):
+        raise ConfigError(
+            f"bucket_mb is {bucket_mb!r}; it must be a positive number of MiB, or 'auto'."
+        )
     whole_number("guard_every", guard_every, 0, " (0: never)")
     whole_number("seed", seed, 0)
     if nonfinite not in NONFINITE:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from oarlock.devices import memory_of
+from oarlock.engine import link
 from oarlock.engine.elementwise import check_elementwise, why_not_elementwise
 from oarlock.engine.exchange import Alone, Exchange
 from oarlock.engine.owned import Owned
@@ -48,11 +49,16 @@ def build(
     parameters: Sequence[tuple[str, Parameter]],
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    bucket_bytes: int,
+    bucket_mb: float | str,
     overlap: bool,
     reproducible: bool = False,
 ) -> tuple[int, Alone]:
     """The rung and its exchange. In a world of one every rung is the same: rung 0."""
+    if bucket_mb == "auto":
+        trainable = sum(p.numel() * p.element_size() for _, p in parameters)
+        bucket_bytes = link.bucket_bytes(world, trainable, reproducible)
+    else:
+        bucket_bytes = int(float(bucket_mb) * link.MIB)
     if world.size == 1:
         if reproducible:
             return 0, ReproducibleExchange(world, parameters, bucket_bytes, overlap)

@@ -87,7 +87,7 @@ class DataParallel:
         clip_norm: clip the averaged gradient to this 2-norm.
         precision: 'fp32', or autocast in 'bf16' or 'fp16' (with a dynamic loss scale).
         scheduler: a learning-rate scheduler; stepped once an update, in updates.
-        bucket_mb: size of a gradient bucket in MiB (2^20 bytes).
+        bucket_mb: size of a gradient bucket in MiB (2^20 bytes); 'auto': see ``link``.
         guard_every: compare the replicas after steps 1, 2, 4, 8, … and then every so many;
             0: never.
         nonfinite: 'stop', 'skip' (as if the step had not been) or 'continue'.
@@ -112,7 +112,7 @@ class DataParallel:
         clip_norm: float | None = None,
         precision: str = "fp32",
         scheduler: Any = None,
-        bucket_mb: float = 25.0,
+        bucket_mb: float | str = "auto",
         guard_every: int = 100,
         nonfinite: str = "stop",
         sync_batchnorm: bool = False,
@@ -163,14 +163,13 @@ class DataParallel:
             synchronise_batch_norm(model, self.world)
         self.buffers = Buffers(model, self.world, self.reproducible)
         self.nonfinite = NonFinite(nonfinite, model, self.world, self.precision)
-        bucket_bytes = int(bucket_mb * 2**20)
         self.sharding, self.exchange = ladder.build(
             sharding,
             self.world,
             trainable,
             model,
             optimizer,
-            bucket_bytes,
+            bucket_mb,
             overlap,
             self.reproducible,
         )
