@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import oarlock
+from oarlock.engine.dtensors import whole
 from oarlock.engine.names import named_state
 
 ROWS = 26
@@ -86,6 +87,9 @@ def build(
     torch.manual_seed(seed)
     world = world or oarlock.World("cpu")
     model = model if model is not None else Net()
+    if options.get("one_dtype"):  # as sharding 3 needs it
+        model = model.float()
+    options.pop("one_dtype", None)
     opt = optimizer(model)
     schedule = scheduler(opt) if scheduler else None
     options = {"clip_norm": 1.0, **options}
@@ -109,7 +113,7 @@ def fingerprint(engine: oarlock.DataParallel) -> dict[str, bytes]:
 
     Where the state lies in slices it is gathered, and only rank 0 has it.
     """
-    out = {f"model/{n}": _bits(t) for n, t in named_state(engine.model)}
+    out = {f"model/{n}": _bits(whole(t.detach())) for n, t in named_state(engine.model)}
     names = {p: n for n, p in engine.model.named_parameters()}
     state = engine.exchange.whole_state()
     if state is None and not engine.sharding:

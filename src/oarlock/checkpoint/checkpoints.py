@@ -151,13 +151,18 @@ class Checkpoints:
         """
         announce(engine, "save")
         whole = engine.exchange.whole_state()
-        write = functools.partial(self._write, engine, whole, loader, settings, extra_files)
+        stored = [*model.split_state(engine.model)[0], *model.unknown_base(engine.model)]
+        weights = engine.exchange.whole_weights(stored)
+        write = functools.partial(
+            self._write, engine, weights, whole, loader, settings, extra_files
+        )
         path, self.last_problem = on_main(engine.world, write)
         return path
 
     def _write(
         self,
         engine: Any,
+        weights: dict[str, torch.Tensor],
         optimizer_state: dict[str, dict[str, Any]] | None,
         loader: Any,
         settings: dict[str, Any] | None,
@@ -177,7 +182,7 @@ class Checkpoints:
             whole = {
                 **state,
                 "torch": torch.__version__,
-                "model": model.write_model(engine.model, folder),
+                "model": model.write_model(engine.model, folder, weights),
                 "optimizer": optimizer.write_optimizer(engine, optimizer_state, folder),
                 "scheduler": optimizer.write_scheduler(engine.scheduler, folder),
                 "random": optimizer.random_state(engine.world.device),
@@ -294,11 +299,12 @@ class Checkpoints:
             return None
         source, state, skipped = found
         name = str(source)
+        weights = engine.exchange.whole_weights(model.unknown_base(engine.model))
 
         def check() -> None:
             model.check_model(engine.model, state["model"], name)
             if world.is_main:  # the replicas are alike: one look at the base is enough
-                model.check_base(engine.model, state["model"], name)
+                model.check_base(engine.model, state["model"], name, weights)
             optimizer.check_optimizer(engine, state["optimizer"], name)
             optimizer.check_scheduler(engine.scheduler, state["scheduler"], name)
             if loader is not None:

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,6 +27,7 @@ from oarlock.checkpoint.tensorfiles import (
     same_bits,
     write_tensors,
 )
+from oarlock.engine.dtensors import is_sharded, put
 from oarlock.engine.names import clean, named_parameters, named_state
 from oarlock.errors import CheckpointError, OarlockError
 
@@ -36,6 +37,7 @@ WEIGHTS = "model.safetensors"  # all weights of a plain model
 TRAINABLE = "trainable.safetensors"  # beside an adapter: the exact trained tensors and buffers
 EXTRA = "extra.safetensors"  # what save_pretrained does not write, such as unsaved buffers
 
+Weights = Mapping[str, Tensor]
 _known_bases: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
 
 
@@ -80,14 +82,20 @@ def ties(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def base_hashes(model: nn.Module) -> dict[str, str]:
+def unknown_base(model: nn.Module) -> list[str]:
+    """The names of the base model's tensors, if they are still to be hashed."""
+    base = split_state(model)[1]
+    return [] if set(_known_bases.get(model, {})) == set(base) else list(base)
+
+
+def base_hashes(model: nn.Module, weights: Weights) -> dict[str, str]:
     """A hash of each tensor of the base model; computed once, since they do not change."""
     base = split_state(model)[1]
     known = _known_bases.get(model)
     if known is None or set(known) != set(base):
         known = {}
         for name, tensor in base.items():
-            value = plain(tensor, name)
+            value = plain(weights.get(name, tensor), name)
             digest = hashlib.sha256(str(describe(value)).encode())
             digest.update(as_bytes(value).numpy().data)
             known[name] = digest.hexdigest()
@@ -101,13 +109,17 @@ def model_bytes(model: nn.Module) -> int:
     return 2 * size if is_adapter(model) else size  # the adapter is there in two forms
 
 
-def write_model(model: nn.Module, folder: Path) -> dict[str, Any]:
-    """Write the model's files; returns where each tensor is, as JSON."""
+def write_model(model: nn.Module, folder: Path, weights: Weights) -> dict[str, Any]:
+    """Write the model's files; returns where each tensor is, as JSON.
+
+    ``weights``: the whole tensors, by name, where the model itself holds parts of them.
+    """
     stored, base = split_state(model)
+    stored = {name: weights.get(name, tensor) for name, tensor in stored.items()}
     where: dict[str, dict[str, Any]] = {}
     own = WEIGHTS
     if is_pretrained(model):
-        if _save_pretrained(model, folder):
+        if _save_pretrained(model, folder, weights):
             own = EXTRA
         if is_adapter(model):
             own = TRAINABLE
@@ -118,18 +130,22 @@ def write_model(model: nn.Module, folder: Path) -> dict[str, Any]:
         write_tensors(folder / own, rest)
         where |= {n: {"file": own, "key": n, **describe(t)} for n, t in rest.items()}
     return {
-        "type": type(inner_model(model)).__name__,
+        "type": type(inner_model(model)).__name__.removeprefix("FSDP"),
         "tensors": {n: where[n] for n in stored},
         "ties": ties(model),
-        "base": base_hashes(model) if base else {},
+        "base": base_hashes(model, weights) if base else {},
     }
 
 
-def _save_pretrained(model: nn.Module, folder: Path) -> bool:
+def _save_pretrained(model: nn.Module, folder: Path, weights: Weights) -> bool:
     inner: Any = inner_model(model)
     options: dict[str, Any] = {}
-    if any(clean(n) != n for n in inner.state_dict()):  # layers compiled one by one
-        options["state_dict"] = {clean(n): t for n, t in inner.state_dict().items()}
+    if weights or any(clean(n) != n for n in inner.state_dict()):  # layers compiled one by one
+        stored_as = ties(model)
+        options["state_dict"] = {
+            clean(n): weights.get(stored_as.get(clean(n), clean(n)), t)
+            for n, t in inner.state_dict().items()
+        }
     if is_adapter(model) and "save_embedding_layers" in _parameters(inner.save_pretrained):
         # 'auto' asks the hub about a model that is not a local folder; no save waits for a network
         bases = [getattr(c, "base_model_name_or_path", None) for c in inner.peft_config.values()]
@@ -231,11 +247,11 @@ def check_model(model: nn.Module, described: dict[str, Any], source: str) -> Non
         )
 
 
-def check_base(model: nn.Module, described: dict[str, Any], source: str) -> None:
+def check_base(model: nn.Module, described: dict[str, Any], source: str, weights: Weights) -> None:
     """CheckpointError where the frozen base model is not the one of the checkpoint. Hashes it."""
     if not described["base"]:
         return
-    mine = base_hashes(model)
+    mine = base_hashes(model, weights)
     for name, digest in described["base"].items():
         if mine[name] != digest:
             raise CheckpointError(
@@ -249,4 +265,8 @@ def read_model(model: nn.Module, described: dict[str, Any], take: Taker) -> None
     state = dict(named_state(model))
     with torch.no_grad():
         for name, description in described["tensors"].items():
-            take.into(state[name].detach(), description)
+            target = state[name].detach()
+            if is_sharded(target):
+                put(target, take.new(description, target.device))
+            else:
+                take.into(target, description)

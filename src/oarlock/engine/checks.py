@@ -15,7 +15,7 @@ from oarlock.errors import ConfigError, SetupError, whole_number
 from oarlock.words import many
 from oarlock.world import World
 
-SHARDINGS = (0, 1, 2, "auto")
+SHARDINGS = (0, 1, 2, 3, "hybrid", "auto")
 NONFINITE = ("stop", "skip", "continue")
 # These need the whole loss function again, several times within one update.
 _CLOSURE_OPTIMIZERS = (torch.optim.LBFGS, torch.optim.SparseAdam)
@@ -147,7 +147,8 @@ def check_settings(
     if isinstance(sharding, bool) or sharding not in SHARDINGS:
         raise ConfigError(
             f"sharding is {sharding!r}; it must be 0 (every rank keeps everything whole), 1 (a "
-            "slice of the optimizer's state), 2 (and of the gradients) or 'auto'."
+            "slice of the optimizer's state), 2 (and of the gradients), 3 (and of the weights), "
+            "'hybrid' (3 within each machine) or 'auto'."
         )
     if clip_norm is not None and not (_is_number(clip_norm) and clip_norm > 0):
         raise ConfigError(f"clip_norm is {clip_norm!r}; it must be a positive number, or None.")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from oarlock.batches import MicroBatch
 from oarlock.engine.agreement import Agreement
 from oarlock.engine.buckets import ALIGN, Bucket, Slot, fill_buckets
 from oarlock.engine.norm import global_norm
-from oarlock.engine.slices import OwnerSlices
+from oarlock.engine.pieces import Pieces
 from oarlock.engine.wire import wire_for
 from oarlock.errors import SetupError
 from oarlock.world import World
@@ -30,12 +32,26 @@ class Alone:
     """
 
     wait_seconds = 0.0  # what of the exchange was not hidden behind backward
-    slices: OwnerSlices | None = None  # where the optimizer holds slices only
+    slices: Pieces | None = None  # where the optimizer holds slices only
     sent_bytes = 0  # payload of this step's exchange, as handed to the backend
 
     def __init__(self, parameters: Sequence[tuple[str, Parameter]]) -> None:
         self._parameters = [p for _, p in parameters]
         self.buckets: list[Bucket] = []
+
+    def rounds(
+        self, own: Sequence[MicroBatch], agreement: Agreement | None = None
+    ) -> Iterable[tuple[MicroBatch, bool]]:
+        """The micro-batches that this rank runs, and whether each counts.
+
+        Where every forward is collective some may be run again, only to take part. Then this is
+        collective too. ``agreement``: of the step, in which they are run.
+        """
+        return [(micro_batch, True) for micro_batch in own]
+
+    def meetings(self) -> AbstractContextManager[None]:
+        """Around forwards and backwards: those that are collective may lose a peer."""
+        return nullcontext()
 
     def begin(self) -> None:
         """Start a step. No parameter's ``.grad`` may be set."""
@@ -67,6 +83,11 @@ class Alone:
         """The 2-norm of the whole summed gradient, the same on all ranks."""
         return global_norm(gradients)
 
+    def bad_gradient(self) -> str:
+        """Where no rank can compute a gradient alone: the last parameter's name whose sum is not
+        finite. Collective. Empty: none, or look for it by yourself."""
+        return ""
+
     def updated(self) -> None:
         """The optimizer has made its update."""
 
@@ -83,6 +104,11 @@ class Alone:
     def whole_state(self) -> dict[str, dict[str, Any]] | None:
         """Where the optimizer holds slices: its state by name, whole, on rank 0. Collective."""
         return None
+
+    def whole_weights(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Where ranks hold parts of the weights only: these, whole, on rank 0's host. Collective.
+        Empty where the model's own tensors are whole."""
+        return {}
 
     def detach(self) -> None:
         """Let go of parameters and optimizer, so that another engine can take them."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from oarlock.engine.dtensors import whole
 from oarlock.engine.names import named_state
 from oarlock.errors import DivergedError, SetupError
 from oarlock.world import World
@@ -26,7 +27,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
     A position-weighted sum of its words modulo 2^64 with odd weights: changing any one element
     always changes it, and whole-number sums are the same on every device and in any order.
     """
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = whole(tensor.detach()).contiguous().reshape(-1)
     if flat.dtype == torch.bool:
         flat = flat.to(torch.uint8)
     size = flat.element_size()

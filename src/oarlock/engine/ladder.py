@@ -14,6 +14,7 @@ from oarlock.engine.elementwise import check_elementwise, why_not_elementwise
 from oarlock.engine.exchange import Alone, Exchange
 from oarlock.engine.owned import Owned
 from oarlock.engine.reproducible import ReproducibleExchange, ReproducibleOwned
+from oarlock.engine.sharded import HYBRID, Sharded
 from oarlock.world import World
 
 _USABLE = 0.8  # of a device's memory; the rest is for activations and the allocator's gaps
@@ -52,6 +53,7 @@ def build(
     bucket_mb: float | str,
     overlap: bool,
     reproducible: bool = False,
+    shard_blocks: Sequence[type[nn.Module]] | None = None,
 ) -> tuple[int, Alone]:
     """The rung and its exchange. In a world of one every rung is the same: rung 0."""
     if bucket_mb == "auto":
@@ -63,9 +65,14 @@ def build(
         if reproducible:
             return 0, ReproducibleExchange(world, parameters, bucket_bytes, overlap)
         return 0, Alone(parameters)
-    rung = choose(world, parameters, optimizer) if sharding == "auto" else int(sharding)
+    if sharding == "auto":
+        rung = choose(world, parameters, optimizer)
+    else:
+        rung = 3 if sharding == HYBRID else int(sharding)
     if rung:
         check_elementwise(optimizer, rung)
+    if rung == 3:
+        return 3, Sharded(world, model, optimizer, shard_blocks, sharding == HYBRID)
     if rung == 0:
         whole = ReproducibleExchange if reproducible else Exchange
         return 0, whole(world, parameters, bucket_bytes, overlap)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from oarlock.batches import Batch, MicroBatch
+from oarlock.engine.dtensors import is_sharded, local
+from oarlock.engine.exchange import Alone
 from oarlock.engine.names import named_parameters
 from oarlock.engine.precision import Precision
 from oarlock.errors import NonFiniteError
@@ -42,7 +44,7 @@ class NonFinite:
         if self.policy == "skip" or self.precision.name == "fp16":
             self._kept = [b.clone() for b in self.model.buffers()]
 
-    def handle(self, loss: float, norm: float, batch: Batch, run: Run) -> bool:
+    def handle(self, loss: float, norm: float, batch: Batch, run: Run, exchange: Alone) -> bool:
         """The step's numbers are not finite. True: skip the update; False: make it all the same.
 
         Collective; all ranks decide alike, since they see the same global numbers.
@@ -63,7 +65,7 @@ class NonFinite:
                 norm,
             )
         if not skip:
-            message = self._message(loss, norm, batch, run)
+            message = self._message(loss, norm, batch, run, exchange)
             if self.policy == "stop":
                 raise NonFiniteError(message)
             if self.world.is_main:
@@ -78,10 +80,11 @@ class NonFinite:
             for buffer, before in zip(self.model.buffers(), kept, strict=True):
                 buffer.copy_(before)
 
-    def _message(self, loss: float, norm: float, batch: Batch, run: Run) -> str:
+    def _message(self, loss: float, norm: float, batch: Batch, run: Run, exchange: Alone) -> str:
+        gradient = exchange.bad_gradient()
         buffers = [b.clone() for b in self.model.buffers()]
         with own_random_state(self.world.device):
-            mine = find_bad_number(self.model, batch.micro_batches, lambda m: run(m)[0])
+            mine = find_bad_number(self.model, batch.micro_batches, lambda m: run(m)[0], exchange)
         self._restore(buffers)
         found = [
             (bad.micro_batch, rank, host, bad)
@@ -90,6 +93,13 @@ class NonFinite:
         ]
         what = "gradient" if math.isfinite(loss) else "loss"
         head = f"Step {self.world.steps + 1} (epoch {batch.epoch}, batch {batch.step}): the {what} "
+        if not found and gradient:
+            return (
+                f"{head}is not finite: the sum of the gradients of {gradient}, while the outputs "
+                "of all modules are finite.\nNo update was made. At this sharding it is not known "
+                "from which micro-batch it comes; lower the learning rate, clip the gradient "
+                "(clip_norm), or choose nonfinite='skip' to leave such steps out."
+            )
         if not found:
             return (
                 f"{head}is not finite (loss {loss}, gradient norm {norm}), but running the "
@@ -122,21 +132,28 @@ def find_bad_number(
     model: nn.Module,
     micro_batches: Sequence[Any],
     run: Callable[[Any], Tensor],
+    exchange: Alone,
 ) -> BadNumber | None:
     """Run micro-batches again, one by one, and find the first tensor that is not finite.
 
     ``run`` does one micro-batch's forward with its own random numbers and returns the loss sum.
     Costs a step on each rank, and only when a step has gone wrong.
     """
-    for name, p in named_parameters(model):
-        if not _finite(p):
-            return BadNumber(-1, (), f"the parameter {name} itself, before the step")
+    # Where ranks hold shards they meet in each forward, and none can run a backward alone.
+    sharded = any(is_sharded(p) for p in model.parameters())
     found: BadNumber | None = None
+    for name, p in named_parameters(model):
+        if not _finite(local(p)):
+            found = BadNumber(-1, (), f"the parameter {name} itself, before the step")
+            break
+    if found and not sharded:
+        return found
     # All of them on every rank, also after the find: a synchronised BatchNorm meets in each pass.
-    for micro_batch in micro_batches:
-        what = _bad_in(model, micro_batch, run)
-        if what and found is None:
-            found = BadNumber(micro_batch.index, micro_batch.rows, what)
+    with torch.set_grad_enabled(not sharded):
+        for micro_batch, counts in exchange.rounds(micro_batches):
+            what = _bad_in(model, micro_batch, run)
+            if what and counts and found is None:
+                found = BadNumber(micro_batch.index, micro_batch.rows, what)
     return found
 
 

@@ -15,7 +15,8 @@ from oarlock.engine.agreement import Agreement
 from oarlock.engine.buckets import ALIGN, Bucket
 from oarlock.engine.exchange import Exchange
 from oarlock.engine.norm import global_norm
-from oarlock.engine.slices import OwnerSlices, State
+from oarlock.engine.pieces import State
+from oarlock.engine.slices import OwnerSlices
 from oarlock.engine.weights import Journey, can_hide, wait_before_forward
 from oarlock.world import World
 

@@ -83,7 +83,10 @@ class DataParallel:
         optimizer: any ``torch.optim`` optimizer over the model's trainable parameters.
         world: from :func:`oarlock.join`; by default the one this process joined.
         sharding: what each rank keeps whole. 0: weights, gradients and optimizer state. 1: no more
-            than a slice of the state. 2: nor of the gradients. 'auto': see ``ladder.choose``.
+            than a slice of the state. 2: nor of the gradients. 3: nor of the weights (FSDP2, which
+            changes the model). 'hybrid': as 3, within each machine. 'auto': see ``ladder.choose``.
+        shard_blocks: for sharding 3, the classes of modules whose weights are gathered one module
+            at a time; by default found, see ``sharded.find_blocks``.
         clip_norm: clip the averaged gradient to this 2-norm.
         precision: 'fp32', or autocast in 'bf16' or 'fp16' (with a dynamic loss scale).
         scheduler: a learning-rate scheduler; stepped once an update, in updates.
@@ -109,6 +112,7 @@ class DataParallel:
         world: World | None = None,
         *,
         sharding: int | str = 0,
+        shard_blocks: Sequence[type[nn.Module]] | None = None,
         clip_norm: float | None = None,
         precision: str = "fp32",
         scheduler: Any = None,
@@ -124,6 +128,12 @@ class DataParallel:
         guard_every, seed = int(guard_every), int(seed)  # NumPy's integers would overflow
         self.world, self.reproducible = world or current(), bool(reproducible)
         if reproducible:
+            if sharding in (3, "hybrid"):
+                raise ConfigError(
+                    f"reproducible=True cannot go with sharding={sharding!r}: FSDP2 leaves adding "
+                    "gradients to the backend, whose order depends on the number of ranks.\n"
+                    "Use sharding=2, which keeps least of the rungs that can be reproducible."
+                )
             if sync_batchnorm:
                 raise ConfigError(
                     "reproducible=True cannot go with sync_batchnorm=True: statistics over ranks "
@@ -142,8 +152,6 @@ class DataParallel:
         self.clip_norm, self.guard_every = clip_norm, guard_every
         self.seed, self.sync_batchnorm = seed, sync_batchnorm
         self.precision = Precision(precision, self.world.device)
-        self.named_trainable = dict(trainable)
-        self.param_names = {p: n for n, p in named_parameters(model)}
         if self.world.size > 1:
             settings = {
                 "clip_norm": clip_norm,
@@ -172,7 +180,10 @@ class DataParallel:
             bucket_mb,
             overlap,
             self.reproducible,
+            shard_blocks,
         )
+        self.named_trainable = {n: p for n, p in named_parameters(model) if p.requires_grad}
+        self.param_names = {p: n for n, p in named_parameters(model)}
         self.steps_done = self._last_good = 0
         self.stopping = False
         self._stop_asked = self._updating = False
@@ -206,13 +217,21 @@ class DataParallel:
         self.nonfinite.begin()
 
         totals = Totals()
-        with own_random_state(self.world.device), self._kernels(), self._collecting():
-            for micro_batch in batch.micro_batches:
+        with (
+            self.exchange.meetings(),
+            own_random_state(self.world.device),
+            self._kernels(),
+            self._collecting(),
+        ):
+            for micro_batch, real in self.exchange.rounds(batch.micro_batches, agreement):
                 self.buffers.before_forward()
                 loss_sum, weight = run(micro_batch)
                 self.buffers.after_forward(micro_batch.index)
-                totals.add(loss_sum, weight)
-                last = micro_batch is batch.micro_batches[-1]
+                if real:
+                    totals.add(loss_sum, weight)
+                else:
+                    loss_sum = loss_sum * 0
+                last = not real or micro_batch is batch.micro_batches[-1]
                 self.exchange.before_backward(agreement, last)
                 if loss_sum.requires_grad:
                     self.precision.scaled(loss_sum).backward()
@@ -229,7 +248,7 @@ class DataParallel:
         norm = self.exchange.norm(gradients) / divisor
         lr = float(self.optimizer.param_groups[0]["lr"])
         bad = not math.isfinite(closed.loss + norm)
-        skipped = bad and self.nonfinite.handle(closed.loss, norm, batch, run)
+        skipped = bad and self.nonfinite.handle(closed.loss, norm, batch, run, self.exchange)
         if not skipped:
             clip = 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (norm + 1e-6))
             self._update(gradients, clip / divisor)
@@ -364,12 +383,14 @@ class DataParallel:
         totals, rows = Totals(), 0
         self.model.eval()
         try:
-            with torch.no_grad(), own_random_state(self.world.device):
+            with torch.no_grad(), self.exchange.meetings(), own_random_state(self.world.device):
                 for batch in batches:
                     run = self._runner(batch, loss_fn)
                     rows += sum(len(m.rows) for m in batch.micro_batches)
-                    for micro_batch in batch.micro_batches:
-                        totals.add(*run(micro_batch))
+                    for micro_batch, real in self.exchange.rounds(batch.micro_batches):
+                        loss_sum, weight = run(micro_batch)
+                        if real:
+                            totals.add(loss_sum, weight)
         finally:
             for module, mode in modes:
                 module.training = mode
