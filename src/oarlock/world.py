@@ -30,6 +30,7 @@ KINDS = (
     "load",
     "check",
     "construction",
+    "forward",
     "barrier",
     "leaving",
 )

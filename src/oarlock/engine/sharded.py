@@ -63,13 +63,13 @@ class Sharded(Alone):
     ) -> None:
         super().__init__([])
         self.world, self._model = world, model
-        before = [(n, p) for n, p in named_parameters(model) if p.requires_grad]
+        before = named_parameters(model)
         mesh = make_mesh(world, hybrid)
         self._units = self._shard(mesh, find_blocks(model, blocks))
         self._named = [(n, p) for n, p in named_parameters(model) if p.requires_grad]
-        after = dict(self._named)
+        after = dict(named_parameters(model))
         self._shapes = {name: p.shape for name, p in self._named}
-        self._counting = False
+        self._counting = self._checking = self._evaluated = False
         self._count, self._place = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
         self._group = mesh.get_group(mesh.ndim - 1)
         _exchange_members(optimizer, {p: after[n] for n, p in before})
@@ -78,7 +78,7 @@ class Sharded(Alone):
             for name, p in self._named
             if local(p).numel()
         }
-        self.slices: Pieces = Pieces(after, pieces, self._span, optimizer, world)
+        self.slices: Pieces = Pieces(dict(self._named), pieces, self._span, optimizer, world)
         self._used: set[str] = set()
         self._watched: set[int] = set()
         self._bytes = _bytes_a_round(self._units, self._count)
@@ -105,6 +105,10 @@ class Sharded(Alone):
                 # a layer that only some ranks used: the others send zeros instead of nothing
                 unit.set_reduce_scatter_unused_params(True)
             unit.register_forward_pre_hook(self._watch)
+            unit.register_forward_pre_hook(self._same_block, prepend=True)  # before it is gathered
+        self._unit_names = [
+            clean(n) or "the whole model" for n, m in self._model.named_modules() if m in units
+        ]
         return units
 
     def _span(self, name: str, rank: int) -> tuple[int, int]:
@@ -126,6 +130,8 @@ class Sharded(Alone):
         counts = self.world.gather(len(own)) if agreement is None else agreement.counts
         if not any(counts):
             return
+        if agreement is None and not self._evaluated:
+            self._checking = self._evaluated = True
         echo = own[-1] if own else None
         if 0 in counts:  # a rank without any borrows one; before the first forward, where all meet
             lender = next(rank for rank, count in enumerate(counts) if count)
@@ -142,6 +148,8 @@ class Sharded(Alone):
         if not torch.is_grad_enabled():  # no backward will free what the forward gathered
             for unit in self._units:
                 unit.reshard()
+            self._same_block()
+            self._checking = False
 
     @contextmanager
     def meetings(self) -> Iterator[None]:
@@ -151,7 +159,29 @@ class Sharded(Alone):
             if isinstance(error, dist.DistError) or "gloo" in str(error):
                 with self.world.lost_peer("gathering weights or summing gradients"):
                     raise
+            if "setStorage" in str(error):
+                raise SetupError(
+                    "At sharding 3 a loss function cannot run a backward of its own, or a block "
+                    "again: its weights are freed after the first.\nUse sharding=2."
+                ) from error
             raise
+
+    def _same_block(self, unit: nn.Module | None = None, args: Any = None) -> None:
+        """In some steps: all ranks run the same block now (None: are at the end of a forward)."""
+        if not self._checking:
+            return
+        at = self._units.index(unit) if unit is not None else len(self._units)
+        records = self.world.announce("forward", self.world.steps, at).wait()
+        if len({record[1] for record in records}) > 1:
+            self.world._failed = True
+            names = [*self._unit_names, "the end of the loss function"]
+            rows = "\n".join(f"  rank {r}: {names[rec[1]]}" for r, rec in enumerate(records))
+            raise SetupError(
+                f"Step {self.world.steps + 1}: the ranks do not run the same blocks, as sharding 3 "
+                f"needs, since a block's weights are gathered when it runs. They are at:\n{rows}\n"
+                "Use sharding=2; or name larger blocks, which every micro-batch runs, with "
+                "shard_blocks; and call the model in every micro-batch."
+            )
 
     # -- in the step -----------------------------------------------------------------------------
 
@@ -177,16 +207,19 @@ class Sharded(Alone):
         self.slices.check_in_place()
         self._used = set()
         self._counting = True
+        step = self.world.steps + 1
+        self._checking = step & (step - 1) == 0  # 1, 2, 4, 8, …
         self.sent_bytes, self.wait_seconds = 0, 0.0
 
     def before_backward(self, agreement: Agreement, last: bool) -> None:
+        self._same_block()
         self.sent_bytes += self._bytes
 
     def used(self) -> list[bool]:
         return [name in self._used for name, _ in self._named]
 
     def stop(self) -> None:
-        self._counting = False
+        self._counting = self._checking = False
 
     def attach(self, used: Sequence[bool]) -> list[Tensor]:
         gradients = []
@@ -259,7 +292,8 @@ def find_blocks(model: nn.Module, given: Sequence[type[nn.Module]] | None) -> li
 
     Those of the ``given`` classes; else of the classes that a transformers model says are not to
     be split; else the items of every outermost ModuleList or Sequential of two or more modules of
-    one class with parameters. None is found: the whole model is one.
+    one class that have parameters and modules of their own, and are not experts, which not every
+    micro-batch runs. None is found: the whole model is one.
 
     Raises:
         ConfigError: the model has no module of a ``given`` class.
@@ -276,11 +310,13 @@ def find_blocks(model: nn.Module, given: Sequence[type[nn.Module]] | None) -> li
     if found := _with_parameters(m for m in modules if type(m).__name__ in names):
         return found
     blocks: list[nn.Module] = []
-    for module in modules:
+    for name, module in model.named_modules():
         children = list(module.children())
         alike = len(children) > 1 and len({type(c) for c in children}) == 1
         inside = any(module in set(block.modules()) for block in blocks)
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and alike and not inside:
+        deep = all(any(True for _ in child.children()) for child in children)
+        fits = alike and deep and not inside and "expert" not in name.lower()
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and fits:
             blocks += _with_parameters(children)
     return blocks
 
