@@ -151,7 +151,8 @@ class Checkpoints:
         """
         announce(engine, "save")
         whole = engine.exchange.whole_state()
-        stored = [*model.split_state(engine.model)[0], *model.unknown_base(engine.model)]
+        base = on_main(engine.world, functools.partial(model.unknown_base, engine.model))
+        stored = [*model.split_state(engine.model)[0], *base]
         weights = engine.exchange.whole_weights(stored)
         write = functools.partial(
             self._write, engine, weights, whole, loader, settings, extra_files
@@ -299,7 +300,8 @@ class Checkpoints:
             return None
         source, state, skipped = found
         name = str(source)
-        weights = engine.exchange.whole_weights(model.unknown_base(engine.model))
+        base = on_main(world, functools.partial(model.unknown_base, engine.model))
+        weights = engine.exchange.whole_weights(base)
 
         def check() -> None:
             model.check_model(engine.model, state["model"], name)

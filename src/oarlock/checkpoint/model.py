@@ -83,7 +83,7 @@ def ties(model: nn.Module) -> dict[str, str]:
 
 
 def unknown_base(model: nn.Module) -> list[str]:
-    """The names of the base model's tensors, if they are still to be hashed."""
+    """The names of the base model's tensors, if they are still to be hashed, which rank 0 does."""
     base = split_state(model)[1]
     return [] if set(_known_bases.get(model, {})) == set(base) else list(base)
 
